@@ -38,7 +38,7 @@ def conversations(args, bench):
 
 def run(args, checkpoint, host_memory):
     with tempfile.TemporaryDirectory() as scratch:
-        flags = [f"--kv-cache-host-memory={host_memory}"] if host_memory else []
+        flags = [f"--kv-cache-host-memory={host_memory or 0}"]
         flags += ["--", "--batch-invariant"] if args.batch_invariant else []
         bench = Bench(checkpoint, args.device, pathlib.Path(scratch), args.bin, args.port, rows=8, flags=flags)
         length = args.tokens + args.turns * (OUTPUT_LEN + NEW_TOKENS) + 64

@@ -20,6 +20,8 @@ pub struct MemoryEstimate {
     pub mapped_bytes: u64,
     /// Bytes of activations and scratch buffers.
     pub workspace_bytes: u64,
+    /// Part of the workspace that holds copies on their way to host memory and back.
+    pub host_buffer_bytes: u64,
     /// Bytes of buffers for communication in a group.
     pub communicator_bytes: u64,
     /// Bytes left free for graphs and the driver.
@@ -34,6 +36,19 @@ impl MemoryEstimate {
     /// Number of bytes that are needed besides KV blocks.
     pub fn fixed_bytes(&self) -> u64 {
         self.weights_bytes + self.workspace_bytes + self.communicator_bytes + self.reserve_bytes
+    }
+
+    /// Whether a tier in host memory that nobody has asked for is worth its buffers on a device with `free_bytes` before it loads: they
+    /// take a sixteenth of the room for KV blocks at most.
+    pub fn affords_host_buffers(&self, free_bytes: u64) -> bool {
+        let without = self.without_host_buffers();
+        let room = free_bytes.saturating_sub(without.fixed_bytes() - without.mapped_bytes);
+        self.host_buffer_bytes <= room / 16
+    }
+
+    /// The same worker without a tier in host memory.
+    pub fn without_host_buffers(self) -> Self {
+        Self { workspace_bytes: self.workspace_bytes - self.host_buffer_bytes, host_buffer_bytes: 0, ..self }
     }
 }
 
@@ -68,5 +83,27 @@ impl HostSlots {
                 ),
             }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_of_a_tier_take_a_sixteenth_of_the_room_for_blocks_at_most() {
+        let estimate = MemoryEstimate {
+            weights_bytes: 1000,
+            mapped_bytes: 200,
+            workspace_bytes: 140,
+            host_buffer_bytes: 100,
+            communicator_bytes: 30,
+            reserve_bytes: 30,
+            block_bytes: 1,
+            state_bytes: 0,
+        };
+        assert!(estimate.affords_host_buffers(900 + 1600) && !estimate.affords_host_buffers(900 + 1599));
+        assert_eq!(estimate.without_host_buffers().fixed_bytes(), 1100);
+        assert!(estimate.without_host_buffers().affords_host_buffers(0));
     }
 }

@@ -207,9 +207,10 @@ pub struct RankArgs {
     #[arg(long, default_value = "auto", value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]
     pub kv_cache_dtype: KvCacheType,
     /// Host memory of each rank for KV blocks that are evicted from the device, such as `16GiB`; 0: none. A model's parameter
-    /// `kv_cache_host_memory_bytes` has priority
-    #[arg(long, default_value = "0", value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
-    pub kv_cache_host_memory: ByteSize,
+    /// `kv_cache_host_memory_bytes` has priority [default: on GPUs an equal share of a quarter of the host's free
+    /// memory; 0 on CPUs and with sleep]
+    #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
+    pub kv_cache_host_memory: Option<ByteSize>,
     /// File of each rank for KV blocks that leave host memory, such as `200GiB`; 0: none. Needs `--kv-cache-host-memory` and
     /// `--kv-cache-disk-dir`. A model's parameter `kv_cache_disk_bytes` has priority
     #[arg(long, default_value = "0", value_name = "SIZE", value_parser = str::parse::<ByteSize>)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use backends::chat::{ChatRequest, ChatTemplates, FormatChoice};
-use backends::llm::{KvDisk, LlmDefaults};
+use backends::llm::{HostShare, KvDisk, LlmDefaults};
 use backends::python::PythonConfig;
 use chat_format::ChatFormat;
 use comm::World;
@@ -34,19 +34,25 @@ pub(crate) fn llm_defaults(
     let (device, why) = devices::choose(hardware, args.device, args.threads, args.pin_threads, num_workers)?;
     tracing::info!("workers compute on {why}");
     let is_cpu = matches!(device, DeviceChoice::Cpu { .. });
+    let sleep_mode = args.enable_sleep_mode || args.share_devices.is_some();
+    // On CPUs the KV cache itself is in host memory; weights of models that sleep go there.
+    let has_host_share = args.kv_cache_host_memory.is_none() && !is_cpu && !sleep_mode;
+    let host_share = || Arc::new(HostShare::new((hardware.free_cpu_memory)(), num_workers as u32, world_size));
     let defaults = LlmDefaults {
         worker: WorkerSettings {
             device,
             network: args.network.clone(),
             weight_precision: args.weight_only_precision,
             batch_invariant: args.batch_invariant,
-            sleep_mode: args.enable_sleep_mode || args.share_devices.is_some(),
+            sleep_mode,
             kv_cache_type: args.kv_cache_dtype,
-            kv_host_memory_bytes: args.kv_cache_host_memory.0,
+            kv_host_memory_bytes: args.kv_cache_host_memory.map_or(0, |size| size.0),
+            kv_host_memory_is_share: false, // A model's is, if it has no size of its own.
             step_timeout: Duration::from_secs(args.step_timeout),
             library_dirs: args.library_dir.clone(),
             cache_dir: args.cache_dir(),
         },
+        host_share: has_host_share.then(host_share),
         kv_disk: KvDisk { bytes: args.kv_cache_disk.0, directory: args.kv_cache_disk_dir.clone() },
         world_size,
         ranks_per_node: num_workers as u32,

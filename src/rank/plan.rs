@@ -119,7 +119,7 @@ impl WorldPlan {
     fn missing_host_bytes(&self, plan: &ModelPlan) -> u64 {
         match self.host_free_bytes {
             0 => 0, // It is unknown.
-            free => plan.all_host_memory_bytes().saturating_sub(free),
+            free => plan.all_host_memory_bytes(self.free_bytes()).saturating_sub(free),
         }
     }
 
@@ -127,7 +127,7 @@ impl WorldPlan {
     fn advice(&self, plan: &ModelPlan) -> String {
         let of_host = match self.missing_host_bytes(plan) {
             0 => String::new(),
-            _ => host_advice(plan, self.host_free_bytes),
+            _ => host_advice(plan, self.free_bytes(), self.host_free_bytes),
         };
         let of_devices = advice(plan, self.free_bytes());
         [of_devices, of_host].into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join("; ")
@@ -153,6 +153,10 @@ impl WorldPlan {
             let positions = blocks * plan.engine.block_size as u64;
             let longest = plan.engine.max_sequence_len;
             let _ = write!(line, "; {positions} tokens of KV cache, {longest} a sequence at most");
+        }
+        if let host @ 1.. = plan.host_memory_bytes(self.free_bytes()) {
+            let source = if plan.has_host_share { ", a share of what is free" } else { "" };
+            let _ = write!(line, "; host memory for evicted blocks {}{source}", size(host));
         }
         line
     }
@@ -235,7 +239,7 @@ impl fmt::Display for Table<'_> {
         }
         write_table(f, &rows)?;
         self.write_concurrency(f, blocks, states)?;
-        self.write_host_memory(f)?;
+        self.write_host_memory(f, least)?;
         self.write_advice(f, least)
     }
 }
@@ -276,17 +280,20 @@ impl Table<'_> {
     }
 
     /// The host memory for what is evicted, if there is any.
-    fn write_host_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn write_host_memory(&self, f: &mut fmt::Formatter<'_>, device_free: u64) -> fmt::Result {
         let Table { plan, host_free_bytes: free, .. } = *self;
-        if plan.host_memory_bytes == 0 {
+        let (bytes, all) = (plan.host_memory_bytes(device_free), plan.all_host_memory_bytes(device_free));
+        if bytes == 0 {
             return Ok(());
         }
-        let [blocks, states] = plan.host_slots();
-        write!(f, "  host memory of each worker: {} for {blocks} evicted KV blocks", size(plan.host_memory_bytes))?;
+        let [blocks, states] = plan.host_slots(device_free);
+        write!(f, "  host memory of each worker: {} for {blocks} evicted KV blocks", size(bytes))?;
         if states > 0 {
             write!(f, " and {states} recurrent states")?;
         }
-        writeln!(f, "; {} in all, {} are free", size(plan.all_host_memory_bytes()), size(free))?;
+        write!(f, "; {} in all, {} are free", size(all), size(free))?;
+        let source = ", a share of which it is, without `--kv-cache-host-memory`";
+        writeln!(f, "{}", if plan.has_host_share { source } else { "" })?;
         if plan.disk_bytes > 0 {
             let [blocks, states] = plan.disk_slots();
             write!(
@@ -297,8 +304,8 @@ impl Table<'_> {
             let states = if states > 0 { format!(" and {states} recurrent states") } else { String::new() };
             writeln!(f, "{states}")?;
         }
-        match plan.all_host_memory_bytes() > free && free > 0 {
-            true => writeln!(f, "  does not fit: {}", host_advice(plan, free)),
+        match all > free && free > 0 {
+            true => writeln!(f, "  does not fit: {}", host_advice(plan, device_free, free)),
             false => Ok(()),
         }
     }
@@ -312,11 +319,11 @@ impl Table<'_> {
 }
 
 /// What to do where the host has too little memory.
-fn host_advice(plan: &ModelPlan, free: u64) -> String {
+fn host_advice(plan: &ModelPlan, device_free: u64, free: u64) -> String {
     let workers = (plan.num_replicas * plan.workers.len()) as u64;
     format!(
         "`kv_cache_host_memory_bytes` is {} for each of {workers} workers, and the host has {} free: lower it to {} at most",
-        plan.host_memory_bytes,
+        plan.host_memory_bytes(device_free),
         size(free),
         free / workers.max(1)
     )

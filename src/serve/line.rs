@@ -42,6 +42,7 @@ pub(crate) fn plan_flags(args: &ServeArgs, checkpoint: &Checkpoint, repository: 
     let mut flags = vec![format!("--model-repository={}", repository.display()), format!("--device={}", args.device)];
     flags.extend(args.precision(checkpoint)?.map(|precision| format!("--weight-only-precision={precision}")));
     flags.extend(args.kv_cache_dtype.map(|kind| format!("--kv-cache-dtype={kind}")));
+    flags.extend(args.enable_sleep_mode.then(|| "--enable-sleep-mode".to_owned()));
     flags.extend(args.kv_cache_host_memory.map(|size| format!("--kv-cache-host-memory={size}")));
     flags.extend(disk_flags(args));
     flags.extend(args.rank_flags.iter().cloned());

@@ -170,6 +170,7 @@ mod tests {
             weights_bytes: (GIB << 30) / shared / num_workers,
             mapped_bytes: 0,
             workspace_bytes: 0,
+            host_buffer_bytes: 0,
             communicator_bytes: 0,
             reserve_bytes: 0,
             block_bytes: 1 << 20,
@@ -192,6 +193,10 @@ mod tests {
 
     /// The size that is chosen for the demo model with these flags of `serve`, and why; or the error.
     fn chosen(flags: &str, hardware: &Hardware) -> Result<(u32, String), String> {
+        planned(flags, hardware).map(|chosen| (chosen.world_size, chosen.why))
+    }
+
+    fn planned(flags: &str, hardware: &Hardware) -> Result<Chosen, String> {
         let words = ["serve", "model"].into_iter().chain(flags.split_whitespace());
         let matches = ServeArgs::augment_args(Command::new("serve")).try_get_matches_from(words).unwrap();
         let args = ServeArgs::from_arg_matches(&matches).unwrap();
@@ -202,7 +207,7 @@ mod tests {
         lint::write_text_repository(&repository, "demo", &demo.canonicalize().unwrap(), &parameters).unwrap();
         let checkpoint = crate::Checkpoint { name: "demo".into(), dir: demo.clone() };
         let line = crate::line::plan_flags(&args, &checkpoint, &repository).unwrap();
-        choose(&args, &line, hardware).map(|chosen| (chosen.world_size, chosen.why)).map_err(|error| error.to_string())
+        choose(&args, &line, hardware).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -219,6 +224,22 @@ mod tests {
         assert_eq!(chosen("--tp 4", &machine::<4, 5>()).unwrap(), (4, "as requested".to_owned()));
         assert_eq!(chosen("--replicas 2", &machine::<4, 15>()).unwrap().0, 4);
         assert_eq!(chosen("--pp 2", &machine::<4, 15>()).unwrap().0, 2);
+    }
+
+    #[test]
+    fn host_memory_is_a_share_on_gpus_unless_a_size_is_set_or_the_model_can_sleep() {
+        let host_memory = |flags: &str, hardware: &Hardware| {
+            let brief = planned(flags, hardware).unwrap().plan.brief().remove(0);
+            brief.split_once("evicted blocks ").map(|(_, words)| words.to_owned())
+        };
+        let share = |size: &str| Some(format!("{size} GiB, a share of what is free"));
+        assert_eq!(host_memory("", &machine::<1, 5>()), share("9.00"), "twice 0.9 of the 5 GiB that are left");
+        assert_eq!(host_memory("--tp 4", &machine::<4, 5>()), share("4.00"), "of 64 GiB, a quarter is for 4 ranks");
+        assert_eq!(host_memory("--replicas 2", &machine::<2, 5>()), share("8.00"));
+        assert_eq!(host_memory("--kv-cache-host-memory 2GiB", &machine::<1, 5>()), Some("2.00 GiB".to_owned()));
+        for flags in ["--kv-cache-host-memory 0", "--enable-sleep-mode", "--device cpu"] {
+            assert_eq!(host_memory(flags, &machine::<1, 5>()), None, "{flags}");
+        }
     }
 
     #[test]

@@ -24,14 +24,15 @@ pub fn estimate_memory(checkpoint: &Path, config: &Config, worker: &WorkerShape)
     }
     let estimate = estimator.estimate(&loaded.attention_spec(worker.block_size, worker.limits.max_sequence_len));
     let adapter_bytes = adapters::slot_bytes(&*loaded, &estimator, worker.max_adapters, worker.max_adapter_rank);
-    let host_bytes = match worker.target {
+    let host_buffer_bytes = match worker.target {
         Target::Cpu => 0,
         Target::Cuda => device::cuda::host_buffer_bytes(
             [estimate.block_bytes, estimate.state_bytes].map(|bytes| bytes as usize),
             worker.host_memory_bytes,
         ) as u64,
     };
-    Ok(MemoryEstimate { workspace_bytes: estimate.workspace_bytes + adapter_bytes + host_bytes, ..estimate })
+    let workspace_bytes = estimate.workspace_bytes + adapter_bytes + host_buffer_bytes;
+    Ok(MemoryEstimate { workspace_bytes, host_buffer_bytes, ..estimate })
 }
 
 /// The names of tensors of the checkpoint that no worker of the model takes. Reads names and shapes alone.

@@ -73,16 +73,37 @@ pub(crate) fn layout(sizes: [u64; 2]) -> u64 {
 /// bytes each before this start, and the others when all have loaded their weights.
 ///
 /// # Errors
-/// When it does not fit.
-pub(crate) fn check_host(spec: &WorkerSpec, allocated: u64) -> Result<(), WorkerError> {
+/// When it does not fit, and is a size that somebody has chosen. A share may be larger than this node has free.
+pub(crate) fn host_fits(spec: &WorkerSpec, allocated: u64) -> Result<bool, WorkerError> {
     let (bytes, workers) = (spec.settings.kv_host_memory_bytes, spec.num_local_workers);
     match device::cpu::available_memory() {
         // 0 is unknown.
         free @ 1.. if bytes.saturating_sub(allocated).saturating_mul(workers as u64) > free => {
-            Err(WorkerError::HostMemory { bytes, workers, free })
+            match spec.settings.kv_host_memory_is_share {
+                true => Ok(false),
+                false => Err(WorkerError::HostMemory { bytes, workers, free }),
+            }
         }
-        _ => Ok(()),
+        _ => Ok(true),
     }
+}
+
+/// The bytes of host memory that a worker uses whose device has `free` bytes before it loads: none if they are a share, and their buffers
+/// would take much of the room for KV blocks. A worker that starts again has what the one before it had.
+///
+/// # Errors
+/// When the memory cannot be estimated.
+pub(crate) fn worthwhile_host_bytes(
+    spec: &WorkerSpec,
+    config: &Config,
+    shape: &WorkerShape,
+    free: u64,
+) -> Result<u64, ModelError> {
+    let is_sure = shape.host_memory_bytes == 0 || !spec.settings.kv_host_memory_is_share || spec.next_step > 0;
+    if is_sure || estimate_memory(&spec.checkpoint, config, shape)?.affords_host_buffers(free) {
+        return Ok(shape.host_memory_bytes);
+    }
+    Ok(0)
 }
 
 fn gib(bytes: u64) -> String {

@@ -88,6 +88,8 @@ pub(crate) struct Worker<'a, D: Device> {
     pub(crate) spec: &'a WorkerSpec,
     pub(crate) device: D,
     model: Box<dyn Model<D>>,
+    /// Whether the device has room for the buffers of copies to host memory.
+    has_host_buffers: bool,
     phases: Vec<(String, Duration)>,
 }
 
@@ -116,14 +118,14 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
                 false => warn_of_unused(&estimate::unused_tensors(&spec.checkpoint, config, shape)?),
             }
         }
-        Ok(Self { spec, device, model, phases: vec![("weights".to_owned(), started.elapsed())] })
+        let has_host_buffers = shape.host_memory_bytes > 0;
+        Ok(Self { spec, device, model, has_host_buffers, phases: vec![("weights".to_owned(), started.elapsed())] })
     }
 
     /// Runs steps until rank 0 sends [`ToWorker::Stop`].
     pub(crate) fn serve(mut self, rings: &Rings) -> Result<(), WorkerError> {
         let attention = self.model.attention_spec(self.spec.block_size, self.spec.max_sequence_len);
         let mut host_memory = memory::passed_host_memory(self.spec)?;
-        memory::check_host(self.spec, host_memory.as_ref().map_or(0, MappedMemory::allocated_bytes))?;
         let layout = self.report_memory(&attention, host_memory.as_ref(), rings)?;
         let (num_blocks, num_states, host) = match rings.receive()? {
             ToWorker::Configure { num_blocks, num_states, num_host_blocks, num_host_states } => {
@@ -174,6 +176,8 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
         host_memory: Option<&MappedMemory>,
         rings: &Rings,
     ) -> Result<u64, WorkerError> {
+        let allocated = host_memory.map_or(0, MappedMemory::allocated_bytes);
+        let has_host_room = memory::host_fits(self.spec, allocated)? && self.has_host_buffers;
         let memory = self.device.memory_plan(attention)?;
         let wanted = |tokens: u64| tokens.div_ceil(self.spec.block_size as u64) * attention.kv_windows.len() as u64;
         let (fraction, max_blocks) = match self.spec.kv_memory {
@@ -197,6 +201,7 @@ impl<'a, D: Device + 'static> Worker<'a, D> {
             fits: fits((memory.max_blocks as f64 * fraction) as usize),
             fits_again: fits(memory.max_blocks_again),
             state_bytes,
+            has_host_room,
             has_host_copies: host_memory.is_some_and(|memory| memory.layout() == layout),
             phases: std::mem::take(&mut self.phases),
         })?;

@@ -1,5 +1,6 @@
 //! The configuration of an LLM, from `config.pbtxt` and the checkpoint.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -14,6 +15,7 @@ use serving::{DataType, InferError, Limits, LoadRequest};
 use supervision::{DeviceChoice, DeviceDrafter, KvMemory, WorkerSettings};
 
 use super::adapter_settings::AdapterSettings;
+use super::host_share::HostShare;
 use super::inter_token::InterTokenBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
@@ -28,7 +30,7 @@ mod types;
 
 pub use disk::KvDisk;
 use drafts::Drafts;
-use host_memory::host_memory_bytes;
+use host_memory::host_memory;
 use invariant::with_whole_prompts;
 use parallelism::{Parallelism, check_shares};
 use types::{kv_cache_type, logits_type, weight_precision};
@@ -46,6 +48,8 @@ pub struct LlmDefaults {
     /// Settings of each worker. A model's `weight_only_precision` replaces that of the weights, its `kv_cache_dtype` that of the cache,
     /// its `kv_cache_host_memory_bytes` the host memory.
     pub worker: WorkerSettings,
+    /// Host memory of models for which neither the worker's settings nor a parameter choose a size; `None`: such models have the settings'.
+    pub host_share: Option<Arc<HostShare>>,
     /// Files of workers for KV blocks that leave host memory. A model's `kv_cache_disk_bytes` replaces the size.
     pub kv_disk: KvDisk,
     /// Ranks of the world, each with one worker per model.
@@ -84,6 +88,8 @@ pub(crate) struct LlmConfig {
     /// Settings of each worker.
     pub(crate) worker: WorkerSettings,
     /// The files of its workers for KV blocks that leave host memory.
+    /// The shares of which the workers take their host memory, if nobody has chosen its size.
+    pub(crate) host_share: Option<Arc<HostShare>>,
     pub(crate) kv_disk: KvDisk,
     /// Where checkpoints may be that replace the weights; `None`: nowhere.
     pub(crate) weight_updates_dir: Option<PathBuf>,
@@ -162,12 +168,12 @@ impl LlmConfig {
         check_shares(config, &model, tp_size)?;
         let adapters = AdapterSettings::new(config, &load.model_dir)?;
         let engine = engine_config(config, &model, defaults, &queue, drafts)?;
-        let kv_host_memory_bytes = host_memory_bytes(config, replaced, engine.prefix_cache, defaults)?;
-        let kv_disk = KvDisk::new(config, replaced, engine.prefix_cache, kv_host_memory_bytes, defaults)?;
+        let host_memory = host_memory(config, replaced, engine.prefix_cache, defaults)?;
+        let kv_disk = KvDisk::new(config, replaced, engine.prefix_cache, host_memory.bytes, defaults)?;
         let engine = EngineConfig {
             max_adapters: adapters.num_slots,
             // How many follows from the size of a block.
-            num_host_blocks: usize::from(kv_host_memory_bytes > 0),
+            num_host_blocks: usize::from(host_memory.bytes > 0),
             forced_acceptance,
             ..engine
         };
@@ -190,9 +196,11 @@ impl LlmConfig {
                 weight_precision,
                 batch_invariant,
                 kv_cache_type,
-                kv_host_memory_bytes,
+                kv_host_memory_bytes: host_memory.bytes,
+                kv_host_memory_is_share: host_memory.share.is_some(),
                 ..defaults.worker.clone()
             },
+            host_share: host_memory.share,
             kv_disk,
             weight_updates_dir: defaults.weight_updates_dir.clone(),
             takes_turns: defaults.longest_turn.is_some(),
@@ -262,6 +270,20 @@ impl LlmConfig {
     pub(crate) fn max_device_tokens(&self) -> usize {
         let num_new = if matches!(self.drafter, Some(DeviceDrafter::Model(_))) { self.engine.max_rows } else { 0 };
         self.engine.max_step_tokens + num_new
+    }
+
+    /// The configuration of a replica, whose workers may use what others have left of the shares of their ranks.
+    pub(crate) fn of_replica(&self, replica: u32) -> Self {
+        let mut own = self.clone();
+        if let Some(share) = &self.host_share {
+            own.worker.kv_host_memory_bytes = share.left(self.ranks(replica));
+        }
+        own
+    }
+
+    /// The ranks of a replica, each with one of its workers.
+    pub(crate) fn ranks(&self, replica: u32) -> Range<u32> {
+        self.first_rank(replica)..self.first_rank(replica + 1)
     }
 
     /// Number of workers of one replica.

@@ -16,6 +16,7 @@ mod factory;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzz;
 mod generate_stream;
+mod host_share;
 mod inbox;
 pub(crate) mod inputs;
 mod inter_token;
@@ -50,6 +51,7 @@ pub use adapters::AdapterStatus;
 pub use check::{CheckFactory, CheckedModel};
 pub use config::{KvDisk, LlmDefaults};
 pub use factory::{LlmFactory, LlmStatus};
+pub use host_share::HostShare;
 pub use ledger::LlmLedger;
 pub use metrics::{
     FINISH_REASONS, MetricValues, PRIORITY_LEVELS, STEP_COSTS, STEP_KINDS, STEP_PHASES, Start, WorkerStatus,

@@ -12,6 +12,7 @@ use supervision::{DeviceChoice, KvMemory};
 
 use super::config::LlmConfig;
 use super::config::LlmDefaults;
+use super::host_share::most_of_share;
 
 /// Maximum tensor parallel size that is tried for a model that does not fit.
 const MAX_WORKERS: u32 = 1024;
@@ -31,8 +32,10 @@ pub struct ModelPlan {
     pub tp_size: u32,
     /// Limits of its engine. The number of KV blocks follows from the memory.
     pub engine: EngineConfig,
-    /// Bytes of host memory of each worker for what is evicted from its device.
-    pub host_memory_bytes: u64,
+    /// Most bytes of host memory of each worker for what is evicted from its device.
+    most_host_bytes: u64,
+    /// Whether nobody has chosen them.
+    pub has_host_share: bool,
     /// Largest size of the file of each worker for what leaves host memory.
     pub disk_bytes: u64,
     kv_memory: KvMemory,
@@ -63,7 +66,8 @@ impl ModelPlan {
             num_replicas: config.num_replicas as usize,
             tp_size: config.tp_size,
             engine: config.engine.clone(),
-            host_memory_bytes: config.worker.kv_host_memory_bytes,
+            most_host_bytes: config.worker.kv_host_memory_bytes,
+            has_host_share: config.host_share.is_some(),
             disk_bytes: config.kv_disk.bytes,
             kv_memory: config.kv_memory,
             larger,
@@ -81,9 +85,23 @@ impl ModelPlan {
         self.workers.iter().map(states).min().unwrap_or(0)
     }
 
+    /// Bytes of host memory of each worker for what is evicted, where its device has `free_bytes` before it loads. Those of a share are
+    /// what a model has that loads first.
+    pub fn host_memory_bytes(&self, free_bytes: u64) -> u64 {
+        if !self.has_host_share {
+            return self.most_host_bytes;
+        }
+        if !self.workers.iter().all(|worker| worker.affords_host_buffers(free_bytes)) {
+            return 0;
+        }
+        let (blocks, states) = (self.num_blocks(free_bytes), self.num_states(free_bytes));
+        let cache = |worker: &MemoryEstimate| blocks * worker.block_bytes + states * worker.state_bytes;
+        most_of_share(self.most_host_bytes, self.workers.iter().map(cache).max().unwrap_or(0))
+    }
+
     /// Numbers of slots in host memory for KV blocks and for recurrent states.
-    pub fn host_slots(&self) -> [usize; 2] {
-        self.slots(self.host_memory_bytes)
+    pub fn host_slots(&self, free_bytes: u64) -> [usize; 2] {
+        self.slots(self.host_memory_bytes(free_bytes))
     }
 
     /// Numbers of slots on disk for KV blocks and for recurrent states.
@@ -98,19 +116,19 @@ impl ModelPlan {
     }
 
     /// Bytes of host memory of all workers, which are on one node.
-    pub fn all_host_memory_bytes(&self) -> u64 {
-        self.host_memory_bytes.saturating_mul((self.num_replicas * self.workers.len()) as u64)
+    pub fn all_host_memory_bytes(&self, free_bytes: u64) -> u64 {
+        self.host_memory_bytes(free_bytes).saturating_mul((self.num_replicas * self.workers.len()) as u64)
     }
 
     /// Bytes that the worker with the least room lacks for the longest sequence; 0 if it fits.
     pub fn missing_bytes(&self, free_bytes: u64) -> u64 {
-        let missing = |worker: &MemoryEstimate| self.needed(worker).saturating_sub(free_bytes);
+        let missing = |worker: &MemoryEstimate| self.needed(worker, free_bytes).saturating_sub(free_bytes);
         self.workers.iter().map(missing).max().unwrap_or(0)
     }
 
     /// Whether the weights and all else but the KV cache fit where each worker has `free_bytes`.
     pub fn holds_weights(&self, free_bytes: u64) -> bool {
-        self.workers.iter().all(|worker| self.fixed_bytes(worker) <= free_bytes)
+        self.workers.iter().all(|worker| self.fixed_bytes(worker, free_bytes) <= free_bytes)
     }
 
     /// Whether the workers compute on CPUs, where those of one machine share its memory.
@@ -120,17 +138,17 @@ impl ModelPlan {
 
     /// The next larger number of workers with which the longest sequence fits, if any.
     pub fn fitting_world(&self, free_bytes: u64) -> Option<u32> {
-        self.larger.iter().find(|(_, worker)| self.needed(worker) <= free_bytes).map(|(size, _)| *size)
+        self.larger.iter().find(|(_, worker)| self.needed(worker, free_bytes) <= free_bytes).map(|(size, _)| *size)
     }
 
     /// Bytes that a worker needs for the longest sequence.
-    fn needed(&self, worker: &MemoryEstimate) -> u64 {
+    fn needed(&self, worker: &MemoryEstimate, free_bytes: u64) -> u64 {
         let blocks = self.engine.num_blocks_for(self.engine.max_sequence_len) as u64;
         // States may take half of the memory that they share with KV blocks.
         let (room, sizes) = (2 * blocks * worker.block_bytes, [worker.block_bytes, worker.state_bytes]);
         let states = divide_memory(room, sizes, self.engine.max_rows, Some(blocks)).1;
         let kv = (blocks * worker.block_bytes + states as u64 * worker.state_bytes) as f64 / self.share();
-        self.fixed_bytes(worker) + kv.ceil() as u64
+        self.fixed_bytes(worker, free_bytes) + kv.ceil() as u64
     }
 
     /// Share of the free memory after loading that KV blocks may use.
@@ -146,13 +164,17 @@ impl ModelPlan {
     }
 
     /// Bytes in use before the first KV block is allocated. Memory-mapped files count as available.
-    fn fixed_bytes(&self, worker: &MemoryEstimate) -> u64 {
+    fn fixed_bytes(&self, worker: &MemoryEstimate, free_bytes: u64) -> u64 {
+        let worker = match self.has_host_share && !worker.affords_host_buffers(free_bytes) {
+            true => worker.without_host_buffers(),
+            false => *worker,
+        };
         worker.fixed_bytes() - worker.mapped_bytes
     }
 
     /// The numbers of KV blocks and of slots for recurrent states.
     fn divided(&self, worker: &MemoryEstimate, free_bytes: u64) -> (u64, usize) {
-        let room = (free_bytes.saturating_sub(self.fixed_bytes(worker)) as f64 * self.share()) as u64;
+        let room = (free_bytes.saturating_sub(self.fixed_bytes(worker, free_bytes)) as f64 * self.share()) as u64;
         let num_groups = self.engine.windows.len() as u64;
         let max_blocks = match self.kv_memory {
             KvMemory::FreeFraction(_) => None,

@@ -38,7 +38,7 @@ pub(crate) fn start_replicas(
     let mut loads = Vec::new();
     for (replica, (inbox, messages)) in (0..).zip(inboxes) {
         let thread = StepThread {
-            config: config.clone(),
+            config: config.of_replica(replica),
             replica,
             router: Arc::clone(&router),
             agents: Arc::clone(agents),

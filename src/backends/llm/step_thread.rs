@@ -101,6 +101,7 @@ struct Running {
     replacement: Option<Replacement>,
     /// Host memory of the workers, which their restarts leave; `None` if they have none.
     host_memory: Option<HostMemoryLease>,
+    taken_share: Option<super::host_share::TakenShare>, // Set if the memory is of the shares of their ranks.
     disk: Disk,
 }
 
@@ -128,15 +129,14 @@ impl From<WorkerLoss> for End {
 impl StepThread {
     /// Runs until [`Message::Stop`]. `loaded` gets the result of the first start; when that failed, the thread ends.
     pub(crate) fn run(self, loaded: oneshot::Sender<Result<(), String>>) {
-        let first_rank = self.config.first_rank(self.replica);
-        let ranks = first_rank..first_rank + self.config.group_size();
-        let has_host_memory = self.config.worker.kv_host_memory_bytes > 0;
+        let (ranks, host_bytes) = (self.config.ranks(self.replica), self.config.worker.kv_host_memory_bytes);
         let inbox = self.inbox.clone();
         let listener = move |event| {
             inbox.send(Message::Disk { event });
         };
         let mut running = Running {
-            host_memory: has_host_memory.then(|| self.agents.lease_host_memory(ranks, listener)),
+            host_memory: (host_bytes > 0).then(|| self.agents.lease_host_memory(ranks, listener)),
+            taken_share: None,
             disk: Disk::default(),
             thread: self,
             engine: None,

@@ -337,6 +337,11 @@ impl CudaDevice {
         Ok(free as u64)
     }
 
+    /// Changes the host memory for what is evicted, before the device's memory is planned.
+    pub fn set_host_memory_bytes(&mut self, bytes: u64) {
+        self.config.host_memory_bytes = bytes;
+    }
+
     /// The GPU's name and compute capability, for logs.
     pub fn describe(&self) -> String {
         let (major, minor) = self.gpu.capability();

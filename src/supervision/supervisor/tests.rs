@@ -21,6 +21,7 @@ fn spec() -> WorkerSpec {
             sleep_mode: false,
             kv_cache_type: Default::default(),
             kv_host_memory_bytes: 0,
+            kv_host_memory_is_share: false,
             step_timeout: Duration::from_secs(1),
             library_dirs: Vec::new(),
             cache_dir: None,

@@ -6,6 +6,7 @@ use super::*;
 pub(crate) fn llm_defaults() -> LlmDefaults {
     LlmDefaults {
         worker: llm_config().worker,
+        host_share: None,
         kv_disk: KvDisk::default(),
         world_size: 1,
         ranks_per_node: 1,
@@ -35,10 +36,12 @@ pub(crate) fn llm_config() -> LlmConfig {
             sleep_mode: false,
             kv_cache_type: Default::default(),
             kv_host_memory_bytes: 0,
+            kv_host_memory_is_share: false,
             step_timeout: std::time::Duration::from_secs(60),
             library_dirs: Vec::new(),
             cache_dir: None,
         },
+        host_share: None,
         kv_disk: KvDisk::default(),
         weight_updates_dir: None,
         takes_turns: false,

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use engine::{Engine, EngineConfig, divide_host_memory, state_interval};
 use supervision::{FromWorker, ToWorker};
 
+use super::super::host_share::TakenShare;
 use super::super::inbox::Message;
 use super::super::metrics::Start;
 use super::super::worker_group::{WorkerGroup, WorkerLoss};
@@ -39,6 +40,7 @@ impl Running {
                 workspace_bytes,
                 block_bytes,
                 state_bytes,
+                has_host_room,
                 has_host_copies,
                 phases,
             } => Some(LoadedWorker {
@@ -46,6 +48,7 @@ impl Running {
                 fixed_bytes: weights_bytes + workspace_bytes,
                 block_bytes,
                 state_bytes,
+                has_host_room,
                 has_host_copies,
                 phases,
             }),
@@ -53,9 +56,9 @@ impl Running {
         })?;
         let loaded = Instant::now();
         self.keep_host_copies(&workers);
-        let host_bytes = self.thread.config.worker.kv_host_memory_bytes;
-        let host = |worker: &LoadedWorker| divide_host_memory(host_bytes, [worker.block_bytes, worker.state_bytes]);
         let [num_blocks, num_states] = least(workers.iter().map(|worker| worker.fits));
+        let host_bytes = self.host_bytes(&workers, [num_blocks, num_states]);
+        let host = |worker: &LoadedWorker| divide_host_memory(host_bytes, [worker.block_bytes, worker.state_bytes]);
         let [num_host_blocks, num_host_states] = least(workers.iter().map(host));
         if host_bytes > 0 && num_host_blocks == 0 {
             let name = &self.thread.config.name;
@@ -88,14 +91,43 @@ impl Running {
         phases.push(("steps".to_owned(), allocated.elapsed()));
         phases.push(("total".to_owned(), started.elapsed()));
         for (index, worker) in workers.iter().enumerate() {
-            let cache_bytes = worker.block_bytes * num_blocks as u64 + worker.state_bytes * num_states as u64;
-            group.set_memory(index, worker.fixed_bytes + cache_bytes);
+            group.set_memory(index, worker.fixed_bytes + worker.cache_bytes([num_blocks, num_states]));
         }
         let of_all = |bytes: fn(&LoadedWorker) -> u64| workers.iter().map(bytes).sum::<u64>();
         let slot_bytes = [of_all(|worker| worker.block_bytes), of_all(|worker| worker.state_bytes)];
         let workers = group.workers().to_vec();
         self.thread.shared.metrics.update_start(|start| *start = Start { workers, phases, slot_bytes });
         Ok(group)
+    }
+
+    /// Bytes of host memory that each worker uses: those that somebody has chosen, or what it takes of the share of its rank for a cache of
+    /// so many blocks and states.
+    fn host_bytes(&mut self, workers: &[LoadedWorker], [num_blocks, num_states]: [usize; 2]) -> u64 {
+        let config = &self.thread.config;
+        let most = config.worker.kv_host_memory_bytes;
+        let Some(share) = config.host_share.as_ref().filter(|_| most > 0) else { return most };
+        if let Some(taken) = &self.taken_share {
+            return taken.bytes();
+        }
+        let cache = |worker: &LoadedWorker| worker.cache_bytes([num_blocks, num_states]);
+        let cache_bytes = workers.iter().map(cache).max().unwrap_or(0);
+        let have_room = workers.iter().all(|worker| worker.has_host_room);
+        let taken = have_room.then(|| share.take(config.ranks(self.thread.replica), cache_bytes));
+        let bytes = taken.as_ref().map_or(0, TakenShare::bytes);
+        let why = match bytes {
+            0 if !have_room => "none: a worker has too little room for its buffers, or its host for the share",
+            0 => "none: other models have the share of a rank",
+            _ => "a part of each rank's share of what its host had free, twice the device's cache at most",
+        };
+        let name = &config.name;
+        tracing::info!(model = %name, bytes_of_worker = bytes, "host memory for evicted KV blocks without `--kv-cache-host-memory`: {why}");
+        self.taken_share = taken;
+        if bytes == 0 {
+            // Workers that start again have no buffers for it.
+            self.thread.config.worker.kv_host_memory_bytes = 0;
+            self.host_memory = None;
+        }
+        bytes
     }
 
     /// Forgets what the host has, unless all workers that start again have the host memory of those before them.
@@ -207,9 +239,18 @@ struct LoadedWorker {
     fixed_bytes: u64,
     block_bytes: u64,
     state_bytes: u64,
+    /// Whether it can use host memory.
+    has_host_room: bool,
     /// Whether its host memory is that of the worker before it.
     has_host_copies: bool,
     phases: Vec<(String, Duration)>,
+}
+
+impl LoadedWorker {
+    /// Bytes of its cache on the device.
+    fn cache_bytes(&self, [num_blocks, num_states]: [usize; 2]) -> u64 {
+        self.block_bytes * num_blocks as u64 + self.state_bytes * num_states as u64
+    }
 }
 
 /// The longest duration of each phase among the workers.

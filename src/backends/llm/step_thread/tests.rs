@@ -9,6 +9,7 @@ use tokio::runtime::Handle;
 
 use super::super::config::tests::llm_config;
 use super::super::event_queue;
+use super::super::host_share::HostShare;
 use super::super::router::Replica;
 use super::*;
 
@@ -21,8 +22,15 @@ impl Wake for Panics {
     }
 }
 
+/// What the workers say of their host memory, and the slots there that they get at each start.
+#[derive(Default)]
+struct HostRoom {
+    has_room: bool,
+    num_blocks: Mutex<Vec<usize>>,
+}
+
 /// A worker that chooses token 7 for every row, until it gets the message to end.
-fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &AtomicBool) {
+fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &AtomicBool, host: &HostRoom) {
     let name = |kind: &str| format!("{kind}_{}", worker.instance);
     let rings = ["plans", "outputs"].map(|kind| Ring::create(prefix, &name(kind), 1 << 20).unwrap());
     let mut plans = RingReceiver::open(prefix, &name("plans")).unwrap();
@@ -45,6 +53,7 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
         fits: [64, 0],
         fits_again: [64, 0],
         state_bytes: 0,
+        has_host_room: host.has_room,
         has_host_copies: false,
         phases: Vec::new(),
     });
@@ -55,7 +64,10 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
             Err(_) => break,
         }
         match plan::decode(&bytes).unwrap() {
-            ToWorker::Configure { .. } => send(&FromWorker::Ready { slot_bytes: [0; 2] }),
+            ToWorker::Configure { num_host_blocks, .. } => {
+                host.num_blocks.lock().unwrap().push(num_host_blocks);
+                send(&FromWorker::Ready { slot_bytes: [0; 2] });
+            }
             ToWorker::Step(StepPlan { step, work, .. }) => {
                 let sampled = |row: RowId| SampledToken { row, token: TokenId(7), logprob: None, top: Vec::new() };
                 let tokens = work.iter().filter(|work| work.samples).map(|work| sampled(work.row)).collect();
@@ -71,15 +83,16 @@ fn work(agents: &Weak<Agents>, prefix: &Prefix, worker: WorkerId, is_over: &Atom
 }
 
 /// Agents of a world of one rank, whose workers are threads of this process.
-fn agents(prefix: Prefix) -> Arc<Agents> {
-    Arc::new_cyclic(|agents: &Weak<Agents>| {
+fn agents(prefix: Prefix, host: &Arc<HostRoom>) -> Arc<Agents> {
+    let host = Arc::clone(host);
+    Arc::new_cyclic(move |agents: &Weak<Agents>| {
         let (agents, over) = (agents.clone(), Mutex::new(BTreeMap::<u64, Arc<AtomicBool>>::new()));
         Agents::new(1, Nodes::one(1), move |_, message| match message {
             ToAgent::Start(worker, _) => {
                 let is_over = Arc::<AtomicBool>::default();
                 over.lock().unwrap().insert(worker.instance, Arc::clone(&is_over));
-                let (agents, prefix) = (agents.clone(), prefix.clone());
-                std::thread::spawn(move || work(&agents, &prefix, worker, &is_over));
+                let (agents, prefix, host) = (agents.clone(), prefix.clone(), Arc::clone(&host));
+                std::thread::spawn(move || work(&agents, &prefix, worker, &is_over, &host));
             }
             ToAgent::Kill(worker) | ToAgent::Stop(worker) => {
                 over.lock().unwrap().get(&worker.instance).unwrap().store(true, Ordering::Release);
@@ -105,24 +118,56 @@ async fn accepted(events: &mut event_queue::Receiver) -> SequenceId {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_panic_ends_the_requests_in_flight_with_an_error_and_the_model_serves_again() {
-    let prefix: Prefix = format!("steps{}_", std::process::id()).parse().unwrap();
+/// A thread with these workers, and its inbox.
+fn step_thread(config: LlmConfig, prefix: &str, host: &Arc<HostRoom>) -> (StepThread, Inbox) {
+    let prefix: Prefix = format!("{prefix}{}_", std::process::id()).parse().unwrap();
     let (inbox, messages) = Inbox::new();
     let shared = Arc::<ReplicaState>::default();
     let replica = Replica { inbox: inbox.clone(), shared: Arc::clone(&shared) };
     let thread = StepThread {
-        config: llm_config(),
+        config,
         replica: 0,
         router: Arc::new(Router::new(vec![replica], 8, 8, 16)),
-        agents: agents(prefix.clone()),
+        agents: agents(prefix.clone(), host),
         prefix,
         inbox: inbox.clone(),
         messages,
         dispatcher: Dispatcher::start(&Handle::current()),
-        shared: Arc::clone(&shared),
+        shared,
         log: None,
     };
+    (thread, inbox)
+}
+
+/// A worker has 64 blocks of a byte on its device.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_takes_of_the_share_at_most_twice_its_cache_and_gives_it_back() {
+    let started = async |share: &Arc<HostShare>, has_room: bool, name: &str| {
+        let host = Arc::new(HostRoom { has_room, ..HostRoom::default() });
+        let config = LlmConfig { host_share: Some(Arc::clone(share)), ..llm_config() }.of_replica(0);
+        let (thread, inbox) = step_thread(config, name, &host);
+        let (loaded, is_loaded) = oneshot::channel();
+        let steps = std::thread::spawn(move || thread.run(loaded));
+        assert_eq!(is_loaded.await.unwrap(), Ok(()));
+        let left = share.left(0..1);
+        let (done, is_done) = oneshot::channel();
+        inbox.send(Message::Stop { done });
+        is_done.await.unwrap();
+        steps.join().unwrap();
+        (host.num_blocks.lock().unwrap().clone(), left)
+    };
+    for (bytes, has_room, taken) in [(1000, true, 128), (100, true, 100), (1000, false, 0), (0, true, 0)] {
+        let share = Arc::new(HostShare::new(4 * bytes, 1, 1));
+        let (num_blocks, left) = started(&share, has_room, &format!("share{has_room}{bytes}_")).await;
+        assert_eq!((num_blocks, left), (vec![taken], bytes - taken as u64), "{bytes} bytes");
+        assert_eq!(share.left(0..1), bytes, "the replica has ended");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_panic_ends_the_requests_in_flight_with_an_error_and_the_model_serves_again() {
+    let (thread, inbox) = step_thread(llm_config(), "steps", &Arc::default());
+    let shared = Arc::clone(&thread.shared);
     let (loaded, is_loaded) = oneshot::channel();
     let steps = std::thread::spawn(move || thread.run(loaded));
     assert_eq!(is_loaded.await.unwrap(), Ok(()));

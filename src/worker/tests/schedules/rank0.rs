@@ -389,6 +389,7 @@ impl World {
                 fits: [self.sizes.num_blocks, 0],
                 fits_again: [self.sizes.num_blocks, 0],
                 state_bytes: 0,
+                has_host_room: true,
                 has_host_copies: false,
                 phases: Vec::new(),
             };
