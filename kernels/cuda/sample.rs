@@ -1,4 +1,4 @@
-//! Chooses the next token on the device. Kernels: `sample.cu`.
+//! Chooses the next token on the device. Kernels: `sample.cu`, `sample_any.cu`.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -25,7 +25,15 @@ pub const NO_MASK: u32 = u32::MAX;
 /// Number of chunks in which [`argmax`] searches a worker's share of a row.
 pub const ARGMAX_CHUNKS: usize = 32;
 
-/// Sampling settings of one row, as `sample.cu` declares them.
+/// Bytes of what a chunk of a row has in [`sample`], `Partial` of `sample.cuh`.
+const PARTIAL_BYTES: usize = 88;
+
+/// Bytes of the partial results of `rows` samples in [`sample`].
+pub const fn partials_bytes(rows: usize) -> usize {
+    rows * ARGMAX_CHUNKS * PARTIAL_BYTES
+}
+
+/// Sampling settings of one row, as `sample.cuh` declares them.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C, align(16))]
 #[allow(missing_docs)] // The names are those of engine::SamplingParams; the counts are those of `lists`.
@@ -162,6 +170,7 @@ struct Args {
     max_top: u32,
     first_output: u32,
     reserved: u32,
+    partials: u64,
 }
 
 fn arguments(
@@ -200,6 +209,7 @@ fn arguments(
         max_top: outputs.max_top as u32,
         first_output: outputs.first as u32,
         reserved: 0,
+        partials: 0,
     })
 }
 
@@ -261,12 +271,21 @@ pub fn greedy(
     q.launch("sample_greedy", launch, &args)
 }
 
+/// Memory of [`sample`], without contents between calls.
+#[derive(Debug, Clone, Copy)]
+pub struct Work {
+    /// `[S, V]` f32.
+    pub logits: Span,
+    /// [`partials_bytes`].
+    pub partials: Span,
+}
+
 /// Chooses the next token of each sample with its row's settings, among the tokens of its mask if there are masks;
-/// appends and reports it. `work` `[S, V]` f32.
+/// appends and reports it.
 pub fn sample(
     q: &Queue,
     logits: Logits,
-    work: Span,
+    work: Work,
     state: RowState,
     samples: Samples,
     masks: Option<Masks>,
@@ -274,15 +293,26 @@ pub fn sample(
 ) -> Result<(), CudaError> {
     let op = "sample";
     let Logits { values, share, vocab } = logits;
-    let needed = vocab.div_ceil(share.max(1)) * samples.count * share;
+    let count = samples.count;
+    let needed = vocab.div_ceil(share.max(1)) * count * share;
     ensure!(op, vocab > 0 && share > 0 && values.count::<f32>() >= needed, "logits are shorter than {needed}");
-    ensure!(op, work.count::<f32>() >= samples.count * vocab, "work is shorter than {} x {vocab}", samples.count);
-    let mut args = arguments(logits, work, state, samples, outputs)?;
+    ensure!(op, work.logits.count::<f32>() >= count * vocab, "work is shorter than {count} x {vocab}");
+    ensure!(
+        op,
+        work.partials.bytes() >= partials_bytes(count),
+        "partial results are shorter than those of {count} rows"
+    );
+    let mut args = arguments(logits, work.logits, state, samples, outputs)?;
+    args.partials = work.partials.address();
     if let Some(masks) = masks {
-        let (rows, words) = masks.check(op, samples.count, vocab)?;
+        let (rows, words) = masks.check(op, count, vocab)?;
         (args.mask_rows, args.masks) = (rows.address(), words.address());
     }
-    q.launch("sample_f32", Launch::new(samples.count as u32, 1024), &[Arg::Bytes(bytemuck::bytes_of(&args))])
+    let args = [Arg::Bytes(bytemuck::bytes_of(&args))];
+    let by_chunks = || Launch::new(0, 256).grid(count as u32, ARGMAX_CHUNKS as u32, 1);
+    q.launch("sample_adjust_f32", by_chunks(), &args)?;
+    q.launch("sample_levels_f32", by_chunks(), &args)?;
+    q.launch("sample_choose_f32", Launch::new(count as u32, 1024), &args)
 }
 
 /// Counts the tokens of a row that joined: `counts` `[V]` u32 of this row, `history` its first `num_tokens` tokens.

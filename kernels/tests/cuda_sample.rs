@@ -8,7 +8,7 @@ use std::sync::Arc;
 use gpu::{Random, open, poisoned};
 use kernels::cuda::sample::{
     self, ARGMAX_CHUNKS, DECAYS, GREEDY, LISTS, Logits, Masks, NO_MASK, Outputs, PENALTIES, RowParams, RowState,
-    Samples, Share, VERIFIES,
+    Samples, Share, VERIFIES, Work, partials_bytes,
 };
 use kernels::cuda::{DeviceBuffer, Gpu, PinnedBuffer, Queue};
 
@@ -92,6 +92,8 @@ impl Bench {
         let params = DeviceBuffer::from_slice(&gpu, &self.params).unwrap();
         let values = DeviceBuffer::from_slice(&gpu, logits).unwrap();
         let work = poisoned::<f32>(&gpu, &self.q, rows * self.vocab);
+        let partials = poisoned::<f32>(&gpu, &self.q, partials_bytes(rows).div_ceil(4));
+        let work = Work { logits: work.span(), partials: partials.span() };
         let row_ids = DeviceBuffer::from_slice(&gpu, row_ids).unwrap();
         let generated = DeviceBuffer::from_slice(&gpu, num_generated).unwrap();
         let slot = DeviceBuffer::from_slice(&gpu, &[1u32]).unwrap();
@@ -108,7 +110,7 @@ impl Bench {
         let all = Logits { values: values.span(), share, vocab: self.vocab };
         let masks = masks.map(|(rows, words)| [rows, words].map(|part| DeviceBuffer::from_slice(&gpu, part).unwrap()));
         let spans = masks.as_ref().map(|[rows, words]| Masks { rows: rows.span(), words: words.span() });
-        sample::sample(&self.q, all, work.span(), state, samples, spans, outputs).unwrap();
+        sample::sample(&self.q, all, work, state, samples, spans, outputs).unwrap();
         self.q.wait().unwrap();
         self.params = params.span().read(self.params.len()).unwrap();
         let bytes = Outputs::slot_bytes(rows, MAX_TOP);
@@ -265,6 +267,44 @@ fn thresholds_keep_the_tokens_that_sorting_keeps_and_draws_follow_their_probabil
         }
         let other = bench.draw(&logits, vocab, &vec![4; draws]);
         assert!(kept.len() == 1 || other.tokens != drawn.tokens, "another position draws other tokens");
+    }
+    drop(q);
+}
+
+/// Few tokens that may be drawn are sorted, and many are searched for in the whole row.
+#[test]
+fn draws_from_large_vocabularies_keep_the_tokens_that_sorting_keeps() {
+    let Some((gpu, q)) = open() else { return };
+    let mut random = Random::new(8);
+    let (vocab, draws) = (50_021, 400);
+    // Nearly equal logits, and some that fall quickly.
+    let flat: Vec<f32> = (0..vocab).map(|_| random.normal() * 0.4).collect();
+    let peaked: Vec<f32> = (0..vocab).map(|v| -1.5 * ((v * 7919 % vocab + 2) as f32).ln()).collect();
+    let settings = [
+        RowParams { top_k: 50, ..plain() },
+        RowParams { top_k: 6000, ..plain() },
+        RowParams { top_p: 0.6, temperature: 0.9, ..plain() },
+        RowParams { top_k: 3000, top_p: 0.9, min_p: 0.001, temperature: 1.3, ..plain() },
+        RowParams { min_p: 0.3, ..plain() },
+        plain(),
+    ];
+    for (row, settings) in [&flat, &peaked].into_iter().flat_map(|row| settings.map(|settings| (row, settings))) {
+        let params: Vec<RowParams> = (0..draws).map(|i| RowParams { seed: i as u64 * 17 + 3, ..settings }).collect();
+        let mut bench = Bench::new(gpu.clone(), Queue::new(&gpu).unwrap(), vocab, params);
+        let drawn = bench.draw(&row.repeat(draws), vocab, &vec![1; draws]);
+        let kept = allowed(row, &settings);
+        let strays: Vec<u32> = drawn.tokens.iter().copied().filter(|t| !kept.contains(t)).collect();
+        assert!(strays.is_empty(), "{settings:?}: drew {strays:?} outside {} kept", kept.len());
+        // The likelier half of them is drawn as often as it is likely.
+        let weight = |t: u32| (f64::from(row[t as usize]) / f64::from(settings.temperature)).exp();
+        let mut order: Vec<u32> = kept.iter().copied().collect();
+        order.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
+        let likelier: HashSet<u32> = order[..order.len().div_ceil(2)].iter().copied().collect();
+        let mass = |tokens: &HashSet<u32>| tokens.iter().map(|&t| weight(t)).sum::<f64>();
+        let p = mass(&likelier) / mass(&kept);
+        let found = drawn.tokens.iter().filter(|t| likelier.contains(t)).count() as f64;
+        let (expected, sigma) = (p * draws as f64, (p * (1.0 - p) * draws as f64).sqrt());
+        assert!((found - expected).abs() <= 5.0 * sigma + 1.0, "{settings:?}: {found} draws, expected {expected}");
     }
     drop(q);
 }

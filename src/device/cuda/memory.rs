@@ -10,7 +10,7 @@ use kernels::cuda::owner_norm::MIN_SHARED_BYTES;
 use kernels::cuda::paged_attention::MAX_HEAD_DIM;
 use kernels::cuda::prefill_attention;
 use kernels::cuda::rope_cache::HeadShape;
-use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs};
+use kernels::cuda::sample::{ARGMAX_CHUNKS, Outputs, Work, partials_bytes};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, PinnedBuffer, Span};
 use kernels::kv_codes::KvCodes;
 use ops::{AttentionSpec, DeviceError, DrafterKind, LayerAttention, MemoryPlan, PipelineStage, StepLimits};
@@ -48,6 +48,8 @@ pub(crate) struct Workspace {
     pub(crate) scratch: DeviceBuffer,
     /// `[group, S, ARGMAX_CHUNKS]` u64.
     pub(crate) pairs: DeviceBuffer,
+    /// Partial results of `S` samples.
+    partials: DeviceBuffer,
     /// `[group, T, 2]` f32: sums of squares of q and k.
     pub(crate) squares: DeviceBuffer,
     /// [`ProductScratch`]; and, during attention, blocks that are expanded from codes.
@@ -66,7 +68,7 @@ pub(super) fn vocabulary_share(vocab: usize, group: usize) -> usize {
 }
 
 impl Workspace {
-    fn sizes(limits: &StepLimits, hidden: usize, group: usize) -> [usize; 5] {
+    fn sizes(limits: &StepLimits, hidden: usize, group: usize) -> [usize; 6] {
         let samples = padded_rows(limits);
         let share = vocabulary_share(limits.vocab_size, group);
         [
@@ -74,6 +76,7 @@ impl Workspace {
             group * samples * share * 4,
             samples * limits.vocab_size * 4,
             group * samples * ARGMAX_CHUNKS * 8,
+            partials_bytes(samples),
             group * limits.max_tokens.max(samples) * 2 * 4,
         ]
     }
@@ -86,7 +89,7 @@ impl Workspace {
         product_bytes: usize,
     ) -> Result<Self, CudaError> {
         let limits = &config.limits;
-        let [gathered, logits, scratch, pairs, squares] = Self::sizes(limits, hidden, group);
+        let [gathered, logits, scratch, pairs, partials, squares] = Self::sizes(limits, hidden, group);
         let max_rows = padded_rows(limits);
         let max_samples = config.max_samples().max(max_rows);
         let releasable = |bytes: usize| DeviceBuffer::with_residence(gpu, bytes, config.activation_residence());
@@ -95,6 +98,7 @@ impl Workspace {
             logits: releasable(logits)?,
             scratch: releasable(scratch)?,
             pairs: DeviceBuffer::new(gpu, pairs)?,
+            partials: DeviceBuffer::new(gpu, partials)?,
             squares: DeviceBuffer::new(gpu, squares)?,
             products: releasable(product_bytes)?,
             outputs: PinnedBuffer::new(gpu, config.max_in_flight() * Outputs::slot_bytes(max_samples, MAX_TOP))?,
@@ -107,6 +111,11 @@ impl Workspace {
     /// Large buffers without contents between steps.
     pub(crate) fn contentless(&mut self) -> [&mut DeviceBuffer; 4] {
         [&mut self.gathered, &mut self.logits, &mut self.scratch, &mut self.products]
+    }
+
+    /// Memory in which tokens are chosen with any settings.
+    pub(crate) fn sampling(&self) -> Work {
+        Work { logits: self.scratch.span(), partials: self.partials.span() }
     }
 
     /// The buffers as the sampling kernels take them, for samples from `first` on. `slot` is where the step stores the

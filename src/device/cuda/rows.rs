@@ -261,7 +261,7 @@ fn row_params(sampling: &SamplingParams, num_prompt: u32, tokens: &[TokenId]) ->
     }
 }
 
-/// The lists in the layout of `sample.cu`; sets their lengths in `params`.
+/// The lists in the layout of `sample_any.cu`; sets their lengths in `params`.
 fn lists(sampling: &SamplingParams, params: &mut RowParams) -> Vec<u32> {
     let bad_words = || sampling.bad_words.iter().filter(|word| !word.is_empty());
     let end_ids = if sampling.min_tokens > 0 { sampling.end_ids.as_slice() } else { &[] };

@@ -112,8 +112,8 @@ impl CudaDevice {
         let Choice { samples, masks, outputs } = choice;
         self.group.all_gather(&self.queue, all)?;
         let LogitLayout { share, vocab, .. } = self.layout_of(head);
-        let (logits, scratch) = (Logits { values: all, share, vocab }, self.workspace().scratch.span());
-        sample::sample(&self.queue, logits, scratch, self.rows.state(), samples, masks, outputs).map_err(device_error)
+        let (logits, work) = (Logits { values: all, share, vocab }, self.workspace().sampling());
+        sample::sample(&self.queue, logits, work, self.rows.state(), samples, masks, outputs).map_err(device_error)
     }
 }
 
