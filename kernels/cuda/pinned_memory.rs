@@ -15,7 +15,8 @@ use super::{CudaError, Gpu};
 pub const PINNED_PORTION: usize = 16 << 20;
 const PAGE: usize = 4096;
 
-/// Host memory of another owner, pinned as long as this value lives.
+/// Host memory of another owner, pinned as long as this value lives. What the driver refuses to pin stays as it is: copies work there, too, but
+/// are slower, and standard error says so.
 ///
 /// Pinning a GB takes 0.34 s where its pages do not exist yet, too long for a start. So only the first portion is pinned at once. A
 /// thread pins the others in their order, and who needs one of them [waits](Self::wait_for) for it.
@@ -44,13 +45,29 @@ struct Progress {
 struct State {
     /// Bytes from the beginning on.
     pinned: usize,
-    failure: Option<String>,
+    /// Whether no more are pinned.
+    has_failed: bool,
     stops: bool,
 }
 
 impl Progress {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records that a portion of `bytes` bytes was pinned, or that none is any more. Returns whether it was.
+    fn record(&self, bytes: usize, pinned: Result<(), CudaError>) -> bool {
+        let mut state = self.lock();
+        if let Err(error) = &pinned {
+            let done = state.pinned >> 20;
+            eprintln!("host memory behind the first {done} MiB is not pinned, so copies there are slower: {error}"); // Rank 0 logs it.
+            state.has_failed = true;
+        } else {
+            state.pinned += bytes;
+        }
+        drop(state);
+        self.changed.notify_all();
+        pinned.is_ok()
     }
 }
 
@@ -78,7 +95,7 @@ impl PinnedMemory {
     /// portions of `portion` bytes, a multiple of 4 096.
     ///
     /// # Errors
-    /// When the first portion cannot be pinned.
+    /// When no thread can be started.
     ///
     /// # Panics
     /// Panics if the owner has fewer bytes.
@@ -94,10 +111,9 @@ impl PinnedMemory {
         let mut pinned = Self { pointer, bytes, portion, gpu, progress, thread: None, _owner: owner };
         let mut portions = pinned.pieces(0..bytes).map(|range| pinned.portion(&range)).collect::<Vec<_>>().into_iter();
         if let Some(first) = portions.next() {
-            first.pin()?;
-            pinned.progress.lock().pinned = first.bytes;
+            pinned.progress.record(first.bytes, first.pin());
         }
-        if portions.len() > 0 {
+        if portions.len() > 0 && !pinned.progress.lock().has_failed {
             let (gpu, progress) = (pinned.gpu.clone(), pinned.progress.clone());
             let thread = thread::Builder::new().name("pin host memory".into());
             let thread = thread.spawn(move || pin_all(&gpu, portions, &progress));
@@ -120,20 +136,12 @@ impl PinnedMemory {
         Portion { pointer: unsafe { self.pointer.add(range.start) }, bytes: range.len() }
     }
 
-    /// Waits until the first `end` bytes are pinned.
-    ///
-    /// # Errors
-    /// When they cannot be.
-    pub fn wait_for(&self, end: usize) -> Result<(), CudaError> {
+    /// Waits until the first `end` bytes are pinned, or it is known that they cannot be.
+    pub fn wait_for(&self, end: usize) {
         let mut state = self.progress.lock();
-        while state.pinned < end {
-            if let Some(failure) = &state.failure {
-                let call = format!("pinning host memory behind {} of {} bytes", state.pinned, self.bytes);
-                return Err(CudaError::Library { call, reason: failure.clone() });
-            }
+        while state.pinned < end && !state.has_failed {
             state = self.progress.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        Ok(())
     }
 
     /// The address of bytes of the memory, for copies.
@@ -196,15 +204,7 @@ fn pin_all(gpu: &Gpu, portions: impl Iterator<Item = Portion>, progress: &Progre
             return;
         }
         let pinned = std::mem::replace(&mut bound, Ok(())).and_then(|()| portion.pin());
-        let mut state = progress.lock();
-        match pinned {
-            Ok(()) => state.pinned += portion.bytes,
-            Err(error) => state.failure = Some(error.to_string()),
-        }
-        let failed = state.failure.is_some();
-        drop(state);
-        progress.changed.notify_all();
-        if failed {
+        if !progress.record(portion.bytes, pinned) {
             return;
         }
     }

@@ -123,9 +123,9 @@ impl Lane {
             handoff.record(steps)?;
             self.queue.wait_for(handoff)?;
             for (index, &(_, slot)) in copies.iter().enumerate() {
-                for (piece, from) in pieces(memory, slots, slot, place(index))? {
+                for (piece, from) in pieces(memory, slots, slot, place(index)) {
                     let to = memory.address_mut(&piece);
-                    // SAFETY: the piece is pinned and has these bytes. Only later copies of this type read it: they wait for `done`.
+                    // SAFETY: the piece has these bytes. Only later copies of this type read it: they wait for `done`.
                     unsafe { self.queue.download(to, from, piece.len())? };
                 }
             }
@@ -149,9 +149,9 @@ impl Lane {
             let place = |index: usize| buffer.part(index * slots.bytes, slots.bytes);
             self.queue.wait_for(free)?;
             for (index, &(_, slot)) in copies.iter().enumerate() {
-                for (piece, to) in pieces(memory, slots, slot, place(index))? {
+                for (piece, to) in pieces(memory, slots, slot, place(index)) {
                     let from = memory.address(&piece);
-                    // SAFETY: the piece is pinned and has these bytes. Only later copies of this type write it: they wait for `done`.
+                    // SAFETY: the piece has these bytes. Only later copies of this type write it: they wait for `done`.
                     unsafe { self.queue.upload(to, from, piece.len())? };
                 }
             }
@@ -166,18 +166,18 @@ impl Lane {
     }
 }
 
-/// The bytes of a slot in host memory, once they are pinned, in pieces that can be copied, each with its part of `place`.
+/// The bytes of a slot in host memory, once they are pinned if they can be, in pieces that can be copied, each with its part of `place`.
 fn pieces(
     memory: &PinnedMemory,
     slots: Slots,
     slot: HostSlot,
     place: Span,
-) -> Result<impl Iterator<Item = (Range<usize>, Span)> + use<>, CudaError> {
+) -> impl Iterator<Item = (Range<usize>, Span)> + use<> {
     let range = slots.start(slot)..slots.start(slot) + slots.bytes;
-    memory.wait_for(range.end)?;
+    memory.wait_for(range.end);
     let start = range.start;
     let pieces = memory.pieces(range);
-    Ok(pieces.map(move |piece| (piece.clone(), place.part(piece.start - start, piece.len()))))
+    pieces.map(move |piece| (piece.clone(), place.part(piece.start - start, piece.len())))
 }
 
 impl Drop for HostTier {

@@ -107,6 +107,38 @@ fn what_is_stored_comes_back_to_any_place_while_slots_are_used_again() {
     assert!(memory.words_of_state(2) == states[2]);
 }
 
+/// Memory that lives until the process ends, for several owners.
+struct Lasting(usize, usize);
+
+impl AsMut<[u8]> for Lasting {
+    fn as_mut(&mut self) -> &mut [u8] {
+        // SAFETY: leaked memory; the tests access it through one owner at a time.
+        unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(self.0), self.1) }
+    }
+}
+
+/// The driver pins no memory twice.
+#[test]
+fn memory_that_cannot_be_pinned_is_used_as_it_is() {
+    let Ok(gpu) = Gpu::open(0) else { return println!("skipped: no CUDA device") };
+    let steps = Queue::new(&gpu).unwrap();
+    let memory = Memory::new(&gpu, [[3, 4096], [2, 512]], 4000);
+    let slots = HostSlots { num_blocks: 40, num_states: 0 };
+    let bytes = 40 * memory.parts.iter().map(slot_bytes).sum::<usize>();
+    let lasting = Vec::leak(vec![0; bytes]).as_mut_ptr().expose_provenance();
+    let first = PinnedMemory::new(&gpu, Box::new(Lasting(lasting, bytes)), bytes / 2, SMALL_PORTION).unwrap();
+    first.wait_for(bytes / 2);
+    let mut tier = memory.tier_in(&gpu, slots, Box::new(Lasting(lasting, bytes)), SMALL_PORTION);
+    let before: Vec<_> = (0..40).map(|block| memory.block(block)).collect();
+    let mut queue = |copies: HostCopies| {
+        tier.queue_copies(&steps, &memory.parts, |state| memory.state(state), &copies).unwrap();
+    };
+    queue(HostCopies { stored: pairs(0..40, 0..40), ..HostCopies::default() });
+    queue(HostCopies { loaded: pairs(50..90, 0..40), ..HostCopies::default() });
+    steps.wait().unwrap();
+    assert!((50..90).zip(&before).all(|(block, before)| memory.block(block) == *before));
+}
+
 /// A worker that starts again maps the memory of the one before it.
 #[test]
 fn memory_that_is_passed_on_has_the_copies_of_all_plans_but_the_last() {
@@ -165,13 +197,13 @@ fn copies_of_large_blocks_are_exact_and_timed() {
         let started = Instant::now();
         let tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()), PINNED_PORTION);
         let ready = started.elapsed();
-        tier.memory.wait_for(bytes).unwrap();
+        tier.memory.wait_for(bytes);
         let (gb, pinned) = (bytes as f64 / 1e9, started.elapsed());
         println!("{gb:.2} GB of shared memory: in use after {ready:.2?}, pinned after {pinned:.2?}");
         drop(tier);
     }
     let mut tier = memory.tier_in(&gpu, slots, Box::new(shared.map().unwrap()), PINNED_PORTION);
-    tier.memory.wait_for(bytes).unwrap();
+    tier.memory.wait_for(bytes);
     let before = memory.block(5);
     let all = || pairs(0..NUM_BLOCKS as u32, 0..NUM_BLOCKS as u32);
     for _ in 0..3 {
