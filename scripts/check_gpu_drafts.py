@@ -139,6 +139,7 @@ def compare(args, checkpoint, path, adapters):
 
 
 def measure(args):
+    drafted = {}  # by batch size, in the last run
     figures = {"gpu": gpu_name(), "tp": args.tp, "drafter": args.drafter, "forced": args.forced, "num_tokens": args.num_tokens, "tokens_per_second": {}}
     for name, flags, num_tokens in (("plain", [], 0), ("drafts", [f"--benchmark-forced-acceptance={args.forced}"] if args.forced else [], args.num_tokens)):
         with tempfile.TemporaryDirectory() as scratch:
@@ -150,14 +151,16 @@ def measure(args):
                 for batch in args.batches:
                     # The first run records graphs and measures products.
                     for repeat in range(2):
+                        before = bench.metric("drafted_tokens_total")
                         run = bench.serve(f"{name}{batch}", bench.requests(batch, 64, args.output), batch)
                     speeds[batch] = run["output_tokens_per_second"]
+                    drafted[batch] = bench.metric("drafted_tokens_total") - before
             finally:
                 bench.stop()
     print(json.dumps(figures))
     plain, drafts = figures["tokens_per_second"].values()
     for batch in args.batches:
-        print(f"batch {batch}: {plain[batch]:.1f} tokens/s without drafts, {drafts[batch]:.1f} with, {drafts[batch] / plain[batch]:.2f} x")
+        print(f"batch {batch}: {plain[batch]:.1f} tokens/s without drafts, {drafts[batch]:.1f} with, {drafts[batch] / plain[batch]:.2f} x, {drafted[batch]:.0f} drafts")
     if args.out:
         pathlib.Path(args.out).write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -256,7 +256,7 @@ impl CudaDevice {
         self.adapters.staging = scratch.span().part(inner, staging);
         self.weights.push(memory);
         self.tensors.push(scratch);
-        self.graphs.plan_idle_work(self.config.limits.max_tokens, true);
+        self.graphs.plan_idle_work(self.config.limits.max_tokens, true, self.guesses.is_some());
         Ok(())
     }
 

@@ -120,7 +120,7 @@ impl Device for CudaDevice {
     fn allocate_cache(&mut self, attention: &AttentionSpec, num_blocks: usize) -> Result<(), DeviceError> {
         self.loader.get_mut().finish()?;
         self.take_memory(attention, num_blocks)?;
-        self.graphs.plan_idle_work(self.config.limits.max_tokens, false);
+        self.graphs.plan_idle_work(self.config.limits.max_tokens, false, self.guesses.is_some());
         Ok(())
     }
 

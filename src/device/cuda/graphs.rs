@@ -62,7 +62,7 @@ enum IdleWork {
     /// Choose the algorithms for the products of a step with this number of tokens.
     Measure { tokens: usize },
     /// Record a decode step of a bucket.
-    Record { bucket: usize, is_greedy: bool, has_adapters: bool },
+    Record { bucket: usize, is_greedy: bool, has_adapters: bool, runs_drafter: bool },
 }
 
 impl Graphs {
@@ -77,14 +77,21 @@ impl Graphs {
     }
 
     /// Lists the work to do before a step needs it, in this order: recordings of greedy decodes, largest first;
-    /// products of chunks, smallest first; recordings of other decodes. Decodes behind which drafts are guessed are recorded when they
-    /// first run. `has_adapters`: whether rows may have adapters; their
-    /// recordings follow those without.
-    pub(crate) fn plan_idle_work(&mut self, max_tokens: usize, has_adapters: bool) {
+    /// products of chunks, smallest first; recordings of other decodes. Of each decode those follow in which rows have adapters, if they
+    /// may have some, and behind which drafts are guessed, if the model has a drafter.
+    pub(crate) fn plan_idle_work(&mut self, max_tokens: usize, has_adapters: bool, has_drafter: bool) {
+        let upto = |is_possible: bool| [false, true].into_iter().filter(move |&kind| is_possible || !kind);
+        let kinds: Vec<_> =
+            upto(has_adapters).flat_map(|adapters| upto(has_drafter).map(move |drafter| (adapters, drafter))).collect();
         let record = |is_greedy| {
-            let kinds = [false, true].into_iter().filter(move |&kind| has_adapters || !kind);
+            let kinds = &kinds;
             move |&bucket: &usize| {
-                kinds.clone().map(move |has_adapters| IdleWork::Record { bucket, is_greedy, has_adapters })
+                kinds.iter().map(move |&(has_adapters, runs_drafter)| IdleWork::Record {
+                    bucket,
+                    is_greedy,
+                    has_adapters,
+                    runs_drafter,
+                })
             }
         };
         let next = |&tokens: &usize| (tokens < max_tokens).then(|| measured_rows(tokens + 1).min(max_tokens));
@@ -92,12 +99,6 @@ impl Graphs {
         let greedy = self.buckets.iter().rev().flat_map(record(true));
         let others = self.buckets.iter().rev().flat_map(record(false));
         self.idle_work = greedy.chain(chunks.map(|tokens| IdleWork::Measure { tokens })).chain(others).collect();
-    }
-
-    fn has_decode(&self, bucket: usize, is_greedy: bool, has_adapters: bool) -> bool {
-        let pass = Pass::Step;
-        let [is_masked, is_split, runs_drafter] = [false; 3];
-        self.recorded.contains_key(&Key { pass, bucket, is_greedy, is_masked, is_split, has_adapters, runs_drafter })
     }
 
     /// The bucket of a decode step in which all rows sample; other steps are not recorded.
@@ -219,20 +220,20 @@ impl CudaDevice {
                 let chunk = StepShape { tokens, prefill_rows: 1, max_chunk: tokens, ..StepShape::decode(1, false) };
                 self.measure_for_a_while(chunk, forward)?
             }
-            IdleWork::Record { bucket, is_greedy, has_adapters }
-                if self.graphs.has_decode(bucket, is_greedy, has_adapters) =>
-            {
-                true
-            }
-            IdleWork::Record { bucket, is_greedy, has_adapters } => {
+            IdleWork::Record { bucket, is_greedy, has_adapters, runs_drafter } => {
                 let shape = StepShape::decode(bucket, has_adapters);
+                self.current = Some(super::Current { runs_drafter, ..self.step_at(shape, is_greedy) });
+                let key = self.key(bucket);
                 // Measuring waits for the GPU, which is not allowed during a recording.
-                let is_measured = self.measure_for_a_while(shape, forward)?;
-                if is_measured {
-                    self.current = Some(self.step_at(shape, is_greedy));
-                    self.record(self.key(bucket), forward)?;
+                if self.graphs.recorded.contains_key(&key) {
+                    true
+                } else if self.measure_for_a_while(shape, forward)? {
+                    self.current = Some(super::Current { runs_drafter, ..self.step_at(shape, is_greedy) });
+                    self.record(key, forward)?;
+                    true
+                } else {
+                    false
                 }
-                is_measured
             }
         };
         if is_done {
@@ -287,15 +288,22 @@ mod tests {
     #[test]
     fn recordings_come_largest_first_and_greedy_ones_first_of_all() {
         let mut graphs = Graphs::new(true, 10);
-        graphs.plan_idle_work(300, false);
-        let record = |bucket, is_greedy| IdleWork::Record { bucket, is_greedy, has_adapters: false };
+        graphs.plan_idle_work(300, false, false);
+        let record =
+            |bucket, is_greedy| IdleWork::Record { bucket, is_greedy, has_adapters: false, runs_drafter: false };
         let measure = |tokens| IdleWork::Measure { tokens };
         let greedy = [16, 8, 4, 2, 1].map(|bucket| record(bucket, true));
         let others = [16, 8, 4, 2, 1].map(|bucket| record(bucket, false));
         let chunks = [measure(128), measure(192), measure(256), measure(300)];
         assert_eq!(graphs.idle_work, [greedy.as_slice(), &chunks, &others].concat());
-        graphs.plan_idle_work(100, true);
-        let with_adapters = IdleWork::Record { bucket: 16, is_greedy: true, has_adapters: true };
-        assert_eq!((graphs.idle_work.len(), graphs.idle_work[1]), (2 * 2 * 5 + 1, with_adapters));
+        graphs.plan_idle_work(100, true, true);
+        let kinds = [(false, true), (true, false), (true, true)].map(|(has_adapters, runs_drafter)| IdleWork::Record {
+            bucket: 16,
+            is_greedy: true,
+            has_adapters,
+            runs_drafter,
+        });
+        assert_eq!(graphs.idle_work.len(), 2 * 4 * 5 + 1);
+        assert!(graphs.idle_work.iter().skip(1).take(3).eq(&kinds));
     }
 }
