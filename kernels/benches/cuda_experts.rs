@@ -13,7 +13,7 @@ use kernels::cuda::grouped_fp8_gemm::grouped_fp8_gemm;
 use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedFormat;
-use kernels::cuda::route_few_tokens::{BARRIER_BYTES, RouterProduct, route_few_tokens, takes};
+use kernels::cuda::route_few_tokens::{BARRIER_BYTES, FewRows, RouterProduct, route_few_tokens, takes};
 use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
 use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts};
@@ -76,7 +76,9 @@ fn main() {
             let product = RouterProduct { x: x.span(), weight, width, gate: None, barrier: barrier.span() };
             // With few tokens, the product of the router is included.
             let sort = |_| match takes(&gpu, tokens, top_k, count) {
-                true => route_few_tokens(&q, sorted, choices, &router, product, tokens, copied),
+                true => {
+                    route_few_tokens(&q, sorted, choices, &router, product, tokens, FewRows { copied, rounded: None })
+                }
                 false => {
                     route_tokens(&q, choices, &router, tokens)?;
                     if tokens <= 128 {

@@ -7,6 +7,7 @@
 // logits   [T, X] f32, routed . router
 // experts, probabilities, slots  as route_tokens.cu describes
 // offsets, tokens, places, rows, x  as sort_routes.cu describes
+// codes, scales  with codes the rows of each expert go there instead of `rows`, as quantize_rows.cu describes them
 // barrier  two u32, the first of which is zero between launches
 // maths    fp32 in a fixed order: no result depends on other tokens
 // launch   grid ceil((X + 1) / 16), block 512. A warp multiplies a row of the router, whose first 2048 columns are loaded before the
@@ -16,6 +17,7 @@
 // bound    latency
 // test     tests/cuda_routing.rs
 // archs: 80 90a 100a ptx
+#include "fp8_rows.cuh"
 #include "grid_barrier.cuh"
 #include "routing.cuh"
 
@@ -37,7 +39,9 @@ struct FewTokens {
     bf16* rows;
     const bf16* x;
     u32* barrier;
-    u32 num_tokens, width, cols, first, local;
+    u32 num_tokens, width, cols, first, local, pitch;
+    u8* codes;
+    float* scales;
 };
 
 __device__ __forceinline__ void load_chunk(uint4 (&to)[CHUNK], const bf16* row, u32 first, u32 width) {
@@ -122,6 +126,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) route_few_tokens(const Few
         }
     }
     __syncthreads();
+    if (p.codes) {
+        const u32 slices = (p.cols + SLICE - 1) / SLICE;
+        for (u32 i = own; i < routes * slices; i += gridDim.x * WARPS) {
+            const u32 route = i / slices, slice = i % slices, to = row_of[route];
+            if (to == 0xffffffffu) continue;
+            SliceValues values;
+            values.load(p.x + (u64)(route / router.top_k) * p.cols, slice, p.cols);
+            values.store(p.codes, p.scales, to, slice, slices, p.pitch);
+        }
+        return;
+    }
     const u32 chunks = p.cols / 8;
     for (u32 i = blockIdx.x * THREADS + threadIdx.x; i < routes * chunks; i += gridDim.x * THREADS) {
         const u32 route = i / chunks, column = i % chunks * 8;

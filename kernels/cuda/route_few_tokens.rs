@@ -3,6 +3,7 @@
 use half::bf16;
 
 use super::error::ensure;
+use super::quantize_rows::Fp8Rows;
 use super::route_tokens::{Choices, Router};
 use super::sort_routes::{self, SortedRoutes, SortedRows};
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
@@ -32,6 +33,15 @@ pub struct RouterProduct {
     pub barrier: Span,
 }
 
+/// Where the rows of each expert go.
+#[derive(Debug, Clone, Copy)]
+pub struct FewRows {
+    /// In bf16.
+    pub copied: SortedRows,
+    /// If it is set, they go here instead, in e4m3.
+    pub rounded: Option<Fp8Rows>,
+}
+
 /// Whether the kernel takes this number of tokens with `top_k` of `experts` experts on this GPU.
 pub fn takes(gpu: &Gpu, tokens: usize, top_k: usize, experts: usize) -> bool {
     // All blocks must be resident at the same time.
@@ -51,7 +61,7 @@ pub fn route_few_tokens(
     router: &Router,
     product: RouterProduct,
     tokens: usize,
-    copied: SortedRows,
+    FewRows { copied, rounded }: FewRows,
 ) -> Result<(), CudaError> {
     let RouterProduct { x, weight, width, gate, barrier } = product;
     let count = router.count;
@@ -68,6 +78,9 @@ pub fn route_few_tokens(
     }
     ensure!(OP, barrier.bytes() >= BARRIER_BYTES && barrier.is_aligned(4), "the barrier is short or not aligned");
     sort_routes::check(to, choices, tokens, Some(copied))?;
+    let routes = tokens * choices.top_k;
+    rounded.map_or(Ok(()), |rounded| rounded.check(routes, copied.cols))?;
+    let [codes, scales] = rounded.map_or([Span::NULL; 2], |Fp8Rows { codes, scales }| [codes, scales]);
     let pair = |low: usize, high: usize| low as u64 | (high as u64) << 32;
     // `FewTokens` of the kernel.
     let parameters = [
@@ -87,7 +100,9 @@ pub fn route_few_tokens(
         barrier.address(),
         pair(tokens, width),
         pair(copied.cols, to.first_expert),
-        to.num_experts as u64,
+        pair(to.num_experts, Fp8Rows::pitch(routes)),
+        codes.address(),
+        scales.address(),
     ];
     let routing = router.parameters(choices);
     let args = [Arg::Bytes(bytemuck::bytes_of(&parameters)), Arg::Bytes(bytemuck::bytes_of(&routing))];

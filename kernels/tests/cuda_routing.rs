@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
-use kernels::cuda::route_few_tokens::{BARRIER_BYTES, RouterProduct, route_few_tokens, takes};
+use kernels::cuda::quantize_rows::{FP8_SLICE, Fp8Rows, quantize_rows};
+use kernels::cuda::route_few_tokens::{BARRIER_BYTES, FewRows, RouterProduct, route_few_tokens, takes};
 use kernels::cuda::route_tokens::{Choices, GroupScore, Groups, Router, Scoring, route_tokens};
 use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
@@ -173,7 +174,7 @@ fn few_tokens_get_the_logits_and_the_order_that_separate_kernels_give() {
             println!("skipped: {count} experts need more multiprocessors");
             continue;
         }
-        let (routes, cols) = (tokens * top_k, 40);
+        let (routes, cols) = (tokens * top_k, 136);
         let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
         let [routed, weight] = [tokens, count].map(|rows| random.bf16s(rows * width, 0.1));
         let (gate, x) = (random.bf16s(width, 0.1), random.bf16s(tokens * cols, 1.0));
@@ -190,7 +191,10 @@ fn few_tokens_get_the_logits_and_the_order_that_separate_kernels_give() {
             groups: Some(Groups { count: 2, chosen: 1, score: GroupScore::BestTwo }),
             ..softmax
         };
-        let run = |router: &Router, at_once: bool| {
+        let rounded = DeviceBuffer::new(&gpu, Fp8Rows::bytes(routes, cols)).expect("memory");
+        let rounded = Fp8Rows::in_buffer(rounded.span(), routes, cols);
+        // `rounds`: whether the rows go to `rounded`, by the one kernel or by another one behind the separate ones.
+        let run = |router: &Router, at_once: bool, rounds: bool| {
             let words = |count: usize| {
                 let buffer = DeviceBuffer::with_count::<u32>(&gpu, count).expect("memory");
                 q.fill(buffer.span(), 0).expect("a fill");
@@ -215,10 +219,14 @@ fn few_tokens_get_the_logits_and_the_order_that_separate_kernels_give() {
                     gate: has_gate.then(|| [gate_on.span(), factors.span()]),
                     barrier: barrier.span(),
                 };
-                route_few_tokens(&q, to, choices, router, product, tokens, copied).expect("a launch");
+                let to_rows = FewRows { copied, rounded: rounds.then_some(rounded) };
+                route_few_tokens(&q, to, choices, router, product, tokens, to_rows).expect("a launch");
             } else {
                 route_tokens(&q, choices, router, tokens).expect("a launch");
                 sort_routes(&q, to, choices, tokens, Some(copied)).expect("a launch");
+                if rounds {
+                    quantize_rows(&q, rounded, rows.span(), routes, cols).expect("a launch");
+                }
             }
             q.wait().expect("the kernels run");
             let buffers = [experts, probabilities, tokens_on, places, offsets, rows];
@@ -229,11 +237,22 @@ fn few_tokens_get_the_logits_and_the_order_that_separate_kernels_give() {
         for router in [softmax, sigmoid, sparse, softmax, sigmoid, sparse] {
             let what = format!("{tokens} tokens, {top_k} of {count} experts, {width} inputs, {router:?}");
             q.fill(logits.span(), 0xff).expect("a fill");
-            let at_once = run(&router, true);
+            let at_once = run(&router, true, false);
             let found: Vec<f32> = logits.span().read(tokens * count).expect("a copy");
             let expected = reference::linear(&floats(&routed), &floats(&weight), None, width);
             assert_close(&what, &found, &expected, 1e-5, width as f32 * 2.0f32.powi(-24));
-            assert_eq!(at_once, run(&router, false), "{what}");
+            assert_eq!(at_once, run(&router, false, false), "{what}");
+        }
+        if gpu.has_kernel("quantize_rows_fp8") {
+            let codes_and_scales = |at_once: bool| {
+                let [.., offsets, _] = run(&softmax, at_once, true);
+                let sorted = *offsets.last().expect("offsets") as usize;
+                let codes: Vec<u8> = rounded.codes.read(sorted * 2 * FP8_SLICE).expect("a copy");
+                let scales: Vec<f32> = rounded.scales.read(rounded.scales.bytes() / 4).expect("a copy");
+                let pitch = scales.len() / 2;
+                (codes, scales[..sorted].to_vec(), scales[pitch..pitch + sorted].to_vec())
+            };
+            assert!(codes_and_scales(true) == codes_and_scales(false), "{tokens} tokens, {count} experts, in e4m3");
         }
         if has_gate {
             let found: Vec<f32> = factors.span().read(tokens).expect("a copy");

@@ -6,7 +6,7 @@ use kernels::cuda::grouped_fp8_gemm::{grouped_fp8_gemm, has_grouped_fp8_kernel};
 use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedFormat;
-use kernels::cuda::route_few_tokens::{self, RouterProduct, route_few_tokens};
+use kernels::cuda::route_few_tokens::{self, FewRows, RouterProduct, route_few_tokens};
 use kernels::cuda::route_tokens::{
     self as router, Choices, MAX_CHOICES, MAX_EXPERTS, MAX_GROUPS, Router, route_tokens,
 };
@@ -250,6 +250,10 @@ impl CudaDevice {
             |weight: &GroupedWeight| weight.packed.is_some_and(|(_, format)| has_grouped_fp8_kernel(q.gpu(), format));
         let rounds_inputs = self.config.use_fast_kernels && has_fp8_inputs && has_fp8_kernel(&gate_up);
         let router = weight.router(logits, self.current().spans.slots.of(0));
+        let scratch = self.workspace().products.span();
+        let in_e4m3 = |cols: usize| Fp8Rows::in_buffer(scratch, routes, cols);
+        // By the kernel that copies them.
+        let rounds_at_once = rounds_inputs && is_few && !routing.scales_input;
         let run = || {
             let copied = SortedRows { rows, x: x.values, cols: width };
             let is_copied = tokens <= MAX_COPIED_TOKENS;
@@ -261,7 +265,8 @@ impl CudaDevice {
                     gate: gate.map(|gate| [gate.gate.values, b.factors.span()]),
                     barrier: b.barrier.span(),
                 };
-                route_few_tokens(q, sorted, choices, &router, product, tokens, copied)?;
+                let rounded = rounds_at_once.then(|| in_e4m3(width));
+                route_few_tokens(q, sorted, choices, &router, product, tokens, FewRows { copied, rounded })?;
             } else {
                 route_tokens(q, choices, &router, tokens)?;
                 sort_routes(q, sorted, choices, tokens, is_copied.then_some(copied))?;
@@ -273,13 +278,12 @@ impl CudaDevice {
                 scale_routes(q, rows, choices, sorted, routes, width)?;
             }
             if rounds_inputs {
-                let scratch = self.workspace().products.span();
-                let rounded = |x: Span, cols: usize| {
-                    let rounded = Fp8Rows::in_buffer(scratch, routes, cols);
-                    quantize_rows(q, rounded, x, routes, cols).map(|()| rounded)
-                };
-                grouped_fp8_gemm(q, inner, rounded(rows, width)?, &gate_up, grouped, epilogue)?;
-                return grouped_fp8_gemm(q, rows, rounded(inner, down.k)?, &down, grouped, GroupedEpilogue::Store);
+                if !rounds_at_once {
+                    quantize_rows(q, in_e4m3(width), rows, routes, width)?;
+                }
+                grouped_fp8_gemm(q, inner, in_e4m3(width), &gate_up, grouped, epilogue)?;
+                quantize_rows(q, in_e4m3(down.k), inner, routes, down.k)?;
+                return grouped_fp8_gemm(q, rows, in_e4m3(down.k), &down, grouped, GroupedEpilogue::Store);
             }
             // One buffer holds the expanded weights of both products in turn.
             let taken = |weight: &GroupedWeight| match kernel {
