@@ -62,7 +62,27 @@ enum IdleWork {
     /// Choose the algorithms for the products of a step with this number of tokens.
     Measure { tokens: usize },
     /// Record a decode step of a bucket.
-    Record { bucket: usize, is_greedy: bool, has_adapters: bool, runs_drafter: bool },
+    Record { bucket: usize, is_greedy: bool, kind: Kind },
+}
+
+/// What distinguishes decodes with the same number of rows, as in [`Key`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Kind {
+    has_adapters: bool,
+    runs_drafter: bool,
+    is_split: bool,
+}
+
+impl Kind {
+    /// Those that may come: rows without adapters and with them; no drafts, guesses behind the step, and also drafts that it verifies.
+    fn all(has_adapters: bool, has_drafter: bool) -> Vec<Self> {
+        let of_drafts = [[false, false], [true, false], [true, true]];
+        let of_drafts = &of_drafts[..if has_drafter { 3 } else { 1 }];
+        let kind =
+            |has_adapters: bool, &[runs_drafter, is_split]: &[bool; 2]| Self { has_adapters, runs_drafter, is_split };
+        let adapters = [false, true].into_iter().take(1 + usize::from(has_adapters));
+        adapters.flat_map(|adapters| of_drafts.iter().map(move |drafts| kind(adapters, drafts))).collect()
+    }
 }
 
 impl Graphs {
@@ -78,21 +98,12 @@ impl Graphs {
 
     /// Lists the work to do before a step needs it, in this order: recordings of greedy decodes, largest first;
     /// products of chunks, smallest first; recordings of other decodes. Of each decode those follow in which rows have adapters, if they
-    /// may have some, and behind which drafts are guessed, if the model has a drafter.
+    /// may have some, behind which drafts are guessed, and which verify drafts, if the model has a drafter.
     pub(crate) fn plan_idle_work(&mut self, max_tokens: usize, has_adapters: bool, has_drafter: bool) {
-        let upto = |is_possible: bool| [false, true].into_iter().filter(move |&kind| is_possible || !kind);
-        let kinds: Vec<_> =
-            upto(has_adapters).flat_map(|adapters| upto(has_drafter).map(move |drafter| (adapters, drafter))).collect();
+        let kinds = Kind::all(has_adapters, has_drafter);
         let record = |is_greedy| {
             let kinds = &kinds;
-            move |&bucket: &usize| {
-                kinds.iter().map(move |&(has_adapters, runs_drafter)| IdleWork::Record {
-                    bucket,
-                    is_greedy,
-                    has_adapters,
-                    runs_drafter,
-                })
-            }
+            move |&bucket: &usize| kinds.iter().map(move |&kind| IdleWork::Record { bucket, is_greedy, kind })
         };
         let next = |&tokens: &usize| (tokens < max_tokens).then(|| measured_rows(tokens + 1).min(max_tokens));
         let chunks = std::iter::successors(Some(MIN_MEASURED.min(max_tokens)), next);
@@ -220,8 +231,9 @@ impl CudaDevice {
                 let chunk = StepShape { tokens, prefill_rows: 1, max_chunk: tokens, ..StepShape::decode(1, false) };
                 self.measure_for_a_while(chunk, forward)?
             }
-            IdleWork::Record { bucket, is_greedy, has_adapters, runs_drafter } => {
+            IdleWork::Record { bucket, is_greedy, kind: Kind { has_adapters, runs_drafter, is_split } } => {
                 let shape = StepShape::decode(bucket, has_adapters);
+                self.is_split = is_split;
                 self.current = Some(super::Current { runs_drafter, ..self.step_at(shape, is_greedy) });
                 let key = self.key(bucket);
                 // Measuring waits for the GPU, which is not allowed during a recording.
@@ -289,21 +301,16 @@ mod tests {
     fn recordings_come_largest_first_and_greedy_ones_first_of_all() {
         let mut graphs = Graphs::new(true, 10);
         graphs.plan_idle_work(300, false, false);
-        let record =
-            |bucket, is_greedy| IdleWork::Record { bucket, is_greedy, has_adapters: false, runs_drafter: false };
+        let record = |bucket, is_greedy| IdleWork::Record { bucket, is_greedy, kind: Kind::default() };
         let measure = |tokens| IdleWork::Measure { tokens };
         let greedy = [16, 8, 4, 2, 1].map(|bucket| record(bucket, true));
         let others = [16, 8, 4, 2, 1].map(|bucket| record(bucket, false));
         let chunks = [measure(128), measure(192), measure(256), measure(300)];
         assert_eq!(graphs.idle_work, [greedy.as_slice(), &chunks, &others].concat());
         graphs.plan_idle_work(100, true, true);
-        let kinds = [(false, true), (true, false), (true, true)].map(|(has_adapters, runs_drafter)| IdleWork::Record {
-            bucket: 16,
-            is_greedy: true,
-            has_adapters,
-            runs_drafter,
-        });
-        assert_eq!(graphs.idle_work.len(), 2 * 4 * 5 + 1);
-        assert!(graphs.idle_work.iter().skip(1).take(3).eq(&kinds));
+        assert_eq!(graphs.idle_work.len(), 2 * 6 * 5 + 1);
+        let kinds = Kind::all(true, true).into_iter();
+        let first = kinds.map(|kind| IdleWork::Record { bucket: 16, is_greedy: true, kind });
+        assert!(graphs.idle_work.iter().copied().take(6).eq(first));
     }
 }
