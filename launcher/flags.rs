@@ -64,7 +64,7 @@ pub struct WorldFlags {
     #[arg(long, value_name = "TYPE", value_parser = str::parse::<KvCacheType>)]
     pub kv_cache_dtype: Option<KvCacheType>,
     /// Host memory of each rank for KV blocks that are evicted from the device, such as 16GiB; a model's parameter
-    /// `kv_cache_host_memory_bytes` overrides it. [default: on GPUs an equal share of a quarter of the host's free memory; 0 on CPUs and with sleep]
+    /// `kv_cache_host_memory_bytes` overrides it. [default: on GPUs an equal share of a quarter of the host's free memory, 16GiB at most; 0 on CPUs and with sleep]
     #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
     pub kv_cache_host_memory: Option<ByteSize>,
     /// File of each rank for KV blocks that leave host memory, such as 200GiB; needs `--kv-cache-host-memory`; a model's parameter

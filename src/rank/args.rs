@@ -208,7 +208,7 @@ pub struct RankArgs {
     pub kv_cache_dtype: KvCacheType,
     /// Host memory of each rank for KV blocks that are evicted from the device, such as `16GiB`; 0: none. A model's parameter
     /// `kv_cache_host_memory_bytes` has priority [default: on GPUs an equal share of a quarter of the host's free
-    /// memory; 0 on CPUs and with sleep]
+    /// memory, 16GiB at most; 0 on CPUs and with sleep]
     #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
     pub kv_cache_host_memory: Option<ByteSize>,
     /// File of each rank for KV blocks that leave host memory, such as `200GiB`; 0: none. Needs `--kv-cache-host-memory` and

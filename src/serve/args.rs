@@ -104,7 +104,7 @@ pub struct ServeArgs {
     /// "draft_model" or "eagle3" with "model": DIR for a smaller model with the same tokenizer, or an EAGLE-3 head
     #[arg(long, value_name = "JSON", value_parser = str::parse::<SpeculativeConfig>)]
     pub(crate) speculative_config: Option<SpeculativeConfig>,
-    /// Host memory of each rank for KV blocks that are evicted from the device, such as 16GiB [default: on GPUs an equal share of a quarter of the host's free memory; 0 on CPUs and with sleep]
+    /// Host memory of each rank for KV blocks that are evicted from the device, such as 16GiB [default: on GPUs an equal share of a quarter of the host's free memory, 16GiB at most; 0 on CPUs and with sleep]
     #[arg(long, value_name = "SIZE", value_parser = str::parse::<ByteSize>)]
     pub(crate) kv_cache_host_memory: Option<ByteSize>,
     /// File of each rank for KV blocks that leave host memory, such as 200GiB [default: 0]

@@ -9,7 +9,10 @@ const PART: u64 = 4;
 /// Most bytes of host memory for each byte of the cache on the device.
 const PER_CACHE_BYTE: u64 = 2;
 
-/// A quarter of the memory that a host has free when the world starts, in equal shares for its ranks. The models of a rank take parts of its
+/// Most bytes of a rank. A worker that is killed comes back 0.08 s later for each GiB, since its memory is unpinned first (docs/scheduling.md).
+const MOST: u64 = 16 << 30;
+
+/// A quarter of the memory that a host has free when the world starts, in equal shares for its ranks, of [`MOST`] at most. The models of a rank take parts of its
 /// share, and give them back when they are unloaded.
 #[derive(Debug)]
 pub struct HostShare {
@@ -20,7 +23,7 @@ pub struct HostShare {
 impl HostShare {
     /// Shares of `free_bytes` for the ranks of a world, of which a host has `ranks_per_node` at most.
     pub fn new(free_bytes: u64, ranks_per_node: u32, world_size: u32) -> Self {
-        let bytes = free_bytes / PART / u64::from(ranks_per_node.max(1));
+        let bytes = (free_bytes / PART / u64::from(ranks_per_node.max(1))).min(MOST);
         Self { left: Mutex::new(vec![bytes; world_size as usize]) }
     }
 
@@ -83,37 +86,38 @@ mod tests {
 
     #[test]
     fn the_ranks_of_a_host_divide_a_quarter_of_its_free_memory() {
-        let share = Arc::new(HostShare::new(1024 * GIB, 8, 16));
-        assert_eq!(share.left(0..16), 32 * GIB);
+        let share = Arc::new(HostShare::new(256 * GIB, 8, 16));
+        assert_eq!(share.left(0..16), 8 * GIB);
         let taken: Vec<_> = (0..16).map(|rank| share.take(rank..rank + 1, 1000 * GIB)).collect();
         let of_host: u64 = taken[..8].iter().map(TakenShare::bytes).sum();
-        assert_eq!(of_host, 256 * GIB);
+        assert_eq!(of_host, 64 * GIB);
         assert_eq!(share.left(3..5), 0);
         assert_eq!(HostShare::new(0, 8, 8).left(0..8), 0, "the free memory is unknown");
+        assert_eq!(HostShare::new(2048 * GIB, 8, 8).left(0..8), MOST);
     }
 
     #[test]
     fn a_worker_takes_twice_its_cache_at_most() {
-        let share = Arc::new(HostShare::new(400 * GIB, 1, 1));
-        assert_eq!(share.take(0..1, 30 * GIB).bytes(), 60 * GIB);
+        let share = Arc::new(HostShare::new(60 * GIB, 1, 1));
+        assert_eq!(share.take(0..1, 3 * GIB).bytes(), 6 * GIB);
         assert_eq!([most_of_share(100, 30), most_of_share(50, 30)], [60, 50]);
     }
 
     #[test]
     fn models_of_a_rank_divide_its_share_and_give_it_back() {
-        let share = Arc::new(HostShare::new(400 * GIB, 2, 4));
-        let first = share.take(0..2, 20 * GIB);
-        let second = share.take(1..3, 20 * GIB);
-        assert_eq!([first.bytes(), second.bytes()], [40 * GIB, 10 * GIB]);
+        let share = Arc::new(HostShare::new(80 * GIB, 2, 4));
+        let first = share.take(0..2, 4 * GIB);
+        let second = share.take(1..3, 4 * GIB);
+        assert_eq!([first.bytes(), second.bytes()], [8 * GIB, 2 * GIB]);
         assert_eq!(
             [share.left(0..1), share.left(1..2), share.left(2..3), share.left(3..4)],
-            [10, 0, 40, 50].map(|n| n * GIB)
+            [2, 0, 8, 10].map(|n| n * GIB)
         );
         assert_eq!(share.take(0..4, GIB).bytes(), 0);
         drop(first);
-        assert_eq!([share.left(0..1), share.left(1..2)], [50, 40].map(|n| n * GIB));
+        assert_eq!([share.left(0..1), share.left(1..2)], [10, 8].map(|n| n * GIB));
         drop(second);
-        assert_eq!(share.left(0..4), 50 * GIB);
+        assert_eq!(share.left(0..4), 10 * GIB);
         assert_eq!(share.left(0..5), 0, "there is no such rank");
     }
 }
