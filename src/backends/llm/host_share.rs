@@ -12,7 +12,7 @@ const PER_CACHE_BYTE: u64 = 2;
 /// Most bytes of a rank. A worker that is killed comes back 0.08 s later for each GiB, since its memory is unpinned first (docs/scheduling.md).
 const MOST: u64 = 16 << 30;
 
-/// A quarter of the memory that a host has free when the world starts, in equal shares for its ranks, of [`MOST`] at most. The models of a rank take parts of its
+/// A quarter of the memory that a host has free when the world starts, in equal shares for its ranks, of 16 GiB at most. The models of a rank take parts of its
 /// share, and give them back when they are unloaded.
 #[derive(Debug)]
 pub struct HostShare {
