@@ -22,7 +22,7 @@ struct alignas(16) RowParams {
 };
 static_assert(sizeof(RowParams) == 96, "RowParams: sample.rs declares the same");
 
-constexpr u32 CHUNKS = 32;  // of a row, each for a block
+constexpr u32 CHUNKS = 32;  // of a row, each for a block: ARGMAX_CHUNKS in sample.rs
 constexpr int LEVELS = 7;
 
 // What a chunk of a row has: [S, CHUNKS] for a step.
