@@ -152,41 +152,57 @@ fn gpus_keep_quantized_weights_in_their_own_size() {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
-        let weights = |is_expanded| {
-            let estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
-            let mut estimator = estimator.with_invariant_rows(is_expanded);
-            let model = models::load(&dir, &config, &mut estimator).unwrap();
-            estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).weights_bytes as i64
-        };
+        let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size: 1 }, limits);
+        let model = models::load(&dir, &config, &mut estimator).unwrap();
+        let found = estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len)).weights_bytes;
         // Rows of codes are padded to 128 bytes, and scales to 64 rows.
-        let saved = |[rows, cols]: [i64; 2]| 2 * rows * cols - 128 * rows - (rows + 63) / 64 * tile_scales;
-        assert_eq!(weights(true) - weights(false), 2 * matrices.map(saved).iter().sum::<i64>(), "{case}");
+        let kept = |[rows, cols]: [u64; 2]| {
+            assert!(cols <= 256);
+            128 * rows + rows.div_ceil(64) * tile_scales
+        };
+        assert_eq!(found, bytes_in_bf16(&dir) + 2 * matrices.map(kept).iter().sum::<u64>(), "{case}");
     }
+}
+
+/// The tensors of a checkpoint, and their data.
+fn tensors(dir: &Path) -> (serde_json::Map<String, serde_json::Value>, Vec<u8>) {
+    let bytes = std::fs::read(dir.join("model.safetensors")).unwrap();
+    let (length, rest) = bytes.split_first_chunk().unwrap();
+    let (header, body) = rest.split_at(u64::from_le_bytes(*length) as usize);
+    (serde_json::from_slice(header).unwrap(), body.to_vec())
+}
+
+/// Bytes of the tensors of a checkpoint that are bf16.
+fn bytes_in_bf16(dir: &Path) -> u64 {
+    let (header, _) = tensors(dir);
+    let of_bf16 = header.values().filter(|entry| entry["dtype"] == "BF16");
+    let offset = |entry: &serde_json::Value, index: usize| entry["data_offsets"][index].as_u64().unwrap();
+    of_bf16.map(|entry| offset(entry, 1) - offset(entry, 0)).sum()
 }
 
 #[test]
 fn gpus_keep_integers_in_act_order_in_their_own_size_unless_columns_are_divided() {
-    let estimate = |case, size, is_expanded| {
+    let estimate = |case, size| {
         let dir = golden_dir(case);
         let config = models::Config::from_dir(&dir).unwrap();
         let limits = StepLimits { max_tokens: 64, max_rows: 4, max_sequence_len: 128, vocab_size: config.vocab_size };
-        let estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size }, limits);
-        let mut estimator = estimator.with_invariant_rows(is_expanded);
+        let mut estimator = Estimator::new(Target::Cuda, TensorParallel { rank: 0, size }, limits);
         let model = models::load(&dir, &config, &mut estimator).unwrap();
         estimator.estimate(&model.attention_spec(BLOCK_SIZE, limits.max_sequence_len))
     };
-    let saved = |size| {
-        let [expanded, kept] = [true, false].map(|is_expanded| estimate("qwen2_gptq", size, is_expanded));
-        expanded.weights_bytes as i64 - kept.weights_bytes as i64
-    };
+    let found = |size| estimate("qwen2_gptq", size).weights_bytes;
     // Rows of codes are padded to 128 bytes, and scales and zero points to 64 rows of 256 columns. Each column has a number.
-    let of = |[rows, cols]: [i64; 2]| 2 * rows * cols - 128 * rows - (rows + 63) / 64 * 64 * 8 * 3 - 4 * cols;
-    let [qkv, out, gate_up, down] = [[128, 64], [64, 64], [256, 64], [64, 128]].map(of);
-    assert_eq!(saved(1), 2 * (qkv + out + gate_up + down));
-    let [qkv, gate_up] = [[64, 64], [128, 64]].map(of);
-    assert_eq!(saved(2), 2 * (qkv + gate_up));
+    let kept = |[rows, cols]: [u64; 2]| 128 * rows + rows.div_ceil(64) * 64 * 8 * 3 + 4 * cols;
+    let others = bytes_in_bf16(&golden_dir("qwen2_gptq"));
+    let [qkv, out, gate_up, down] = [[128, 64], [64, 64], [256, 64], [64, 128]].map(kept);
+    assert_eq!(found(1), others + 2 * (qkv + out + gate_up + down));
+    // The first of two workers has 104 of 200 rows of the embedding and the head and half of the biases, and expands its columns of out and
+    // down.
+    let [qkv, gate_up] = [[64, 64], [128, 64]].map(kept);
+    let of_other = 2 * 96 * 64 * 2 + 2 * 64 * 2;
+    assert_eq!(found(2), others - of_other + 2 * (qkv + gate_up + 2 * 64 * (32 + 64)));
     // The widest inputs of 64 tokens. The other checkpoint has the same sizes, and no act order.
-    let workspace = |case, size| estimate(case, size, false).workspace_bytes;
+    let workspace = |case, size| estimate(case, size).workspace_bytes;
     let gathered = [1, 2].map(|size| workspace("qwen2_gptq", size) - workspace("qwen2_gptq_dynamic", size));
     assert_eq!(gathered, [64 * 128 * 2, 64 * 64 * 2]);
 }
@@ -228,10 +244,7 @@ fn copy_bytes(rows: usize) -> u64 {
 fn glm_with_mtp_head(is_tied: bool) -> tempfile::TempDir {
     let (dir, golden) = (tempfile::tempdir().unwrap(), golden_dir("glm4_moe"));
     std::fs::copy(golden.join("config.json"), dir.path().join("config.json")).unwrap();
-    let bytes = std::fs::read(golden.join("model.safetensors")).unwrap();
-    let (length, rest) = bytes.split_first_chunk().unwrap();
-    let (header, body) = rest.split_at(u64::from_le_bytes(*length) as usize);
-    let mut header: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(header).unwrap();
+    let (mut header, body) = tensors(&golden);
     if is_tied {
         header.remove("lm_head.weight");
     }
@@ -245,7 +258,7 @@ fn glm_with_mtp_head(is_tied: bool) -> tempfile::TempDir {
         serde_json::json!({"dtype": "F16", "shape": [64, 128], "data_offsets": [first, first + 64 * 128 * 2]});
     header.extend(added.into_iter().chain([("model.layers.3.eh_proj.weight".to_owned(), joining)]));
     let header = serde_json::Value::Object(header).to_string();
-    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), body].concat();
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &body].concat();
     std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
     dir
 }
