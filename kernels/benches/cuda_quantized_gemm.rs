@@ -13,8 +13,8 @@ use kernels::cuda::fp8_gemm::{Fp8Split, fp8_gemm};
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::{
-    PackedFormat, PackedWeight, QuantizedSplit, dequantize, quantized_gemm, quantized_gemm_split, quantized_wide_gemm,
-    quantized_wide_gemm_in_order, sum_order,
+    PackedFormat, PackedWeight, QuantizedSplit, dequantize, quantized_gemm, quantized_gemm_in_order,
+    quantized_gemm_split, quantized_wide_gemm,
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{DeviceBuffer, Span};
@@ -71,9 +71,8 @@ fn main() {
                 quantized_gemm(&queue, y.span(), x.span(), &weight(i), rows, epilogue)
             });
             print(us, "");
-            let in_order = QuantizedSplit::of_order(sum_order(&weight(0)), n);
             let us = microseconds(&queue, 2 * copies, |i| {
-                quantized_gemm_split(&queue, y.span(), x.span(), &weight(i), rows, epilogue, in_order)
+                quantized_gemm_in_order(&queue, y.span(), x.span(), &weight(i), rows, epilogue)
             });
             print(us, "in one order");
             if !tunes {
@@ -101,14 +100,13 @@ fn main() {
                 let (rate, tflops) = (bytes as f64 / us / 1e6, (2 * rows * n * k) as f64 / us / 1e6);
                 println!("{label:>9} {name:>8} {rows:>5} {us:>7.1} {rate:>6.2} TB/s, {tflops:.0} TFLOP/s {what}");
             };
-            let order = sum_order(&weight(0));
             let runs = copies.min(if rows > 2048 { 2 } else { copies });
             let us = microseconds(&queue, runs, |i| {
                 quantized_wide_gemm(&queue, y.span(), x.span(), &weight(i), rows, epilogue)
             });
             print(us, "");
             let us = microseconds(&queue, runs, |i| {
-                quantized_wide_gemm_in_order(&queue, y.span(), x.span(), &weight(i), rows, epilogue, order)
+                quantized_gemm_in_order(&queue, y.span(), x.span(), &weight(i), rows, epilogue)
             });
             print(us, "in one order");
         }

@@ -47,6 +47,13 @@ fn main() {
             let outputs = Outputs { base: pinned.span(), slot: slot.span(), max_samples: rows, max_top: 1, first: 0 };
             let samples = Samples { rows: rows_of.span(), num_generated: generated.span(), count: rows };
             let all = Logits { values: logits.span(), share: VOCAB, vocab: VOCAB };
+            let state = |params: &DeviceBuffer| RowState {
+                params: params.span(),
+                last_tokens: last.span(),
+                history: history.span(),
+                counts: counts.span(),
+                max_len: MAX_LEN,
+            };
             for (name, change) in SETTINGS {
                 let mut row = RowParams {
                     temperature: 1.0,
@@ -57,29 +64,17 @@ fn main() {
                 };
                 change(&mut row);
                 let params = upload(&gpu, &vec![row; rows]);
-                let state = RowState {
-                    params: params.span(),
-                    last_tokens: last.span(),
-                    history: history.span(),
-                    counts: counts.span(),
-                    max_len: MAX_LEN,
-                };
-                let us = microseconds(&queue, 4, |_| sample::sample(&queue, all, work, state, samples, None, outputs));
+                let us = microseconds(&queue, 4, |_| {
+                    sample::sample(&queue, all, work, state(&params), samples, None, outputs)
+                });
                 println!("{form:>7} {name:>30} {rows:>4} {us:>8.1}");
             }
             let params = upload(&gpu, &vec![RowParams { flags: sample::GREEDY, ..RowParams::default() }; rows]);
-            let state = RowState {
-                params: params.span(),
-                last_tokens: last.span(),
-                history: history.span(),
-                counts: counts.span(),
-                max_len: MAX_LEN,
-            };
             let pairs = DeviceBuffer::with_count::<u64>(&gpu, rows * ARGMAX_CHUNKS).expect("memory");
             let share = Share { logits: logits.span(), len: VOCAB, stride: VOCAB, first_token: 0 };
             let us = microseconds(&queue, 4, |_| {
                 sample::argmax(&queue, pairs.span(), share, rows, None, VOCAB)?;
-                sample::greedy(&queue, pairs.span(), 1, VOCAB, state, samples, outputs)
+                sample::greedy(&queue, pairs.span(), 1, VOCAB, state(&params), samples, outputs)
             });
             println!("{form:>7} {:>30} {rows:>4} {us:>8.1}", "greedy");
         }

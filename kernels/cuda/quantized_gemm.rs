@@ -51,7 +51,7 @@ impl QuantizedSplit {
     }
 
     /// The division that sums in `order`.
-    pub fn of_order(order: SumOrder, n: usize) -> Self {
+    fn of_order(order: SumOrder, n: usize) -> Self {
         let SumOrder { parts, groups } = order;
         let ring_bytes = if n.div_ceil(TILE) * parts < 133 { 200 << 10 } else { 100 << 10 };
         Self { parts, groups, ring_bytes }
@@ -60,7 +60,7 @@ impl QuantizedSplit {
 
 /// The one order of a weight in which few and many rows are summed, with slices of its format: that of [`quantized_gemm`] for 33 to 64
 /// rows.
-pub fn sum_order(weight: &PackedWeight) -> SumOrder {
+fn sum_order(weight: &PackedWeight) -> SumOrder {
     let QuantizedSplit { parts, groups, .. } =
         QuantizedSplit::for_shape(weight.n, weight.format.slices(weight.k), MAX_ROWS);
     SumOrder { parts, groups }
@@ -88,15 +88,29 @@ pub fn quantized_wide_gemm(
     rows: usize,
     epilogue: Epilogue,
 ) -> Result<(), CudaError> {
-    let order = SumOrder { parts: wide_parts(weight), groups: 1 };
-    quantized_wide_gemm_in_order(q, y, x, weight, rows, epilogue, order)
+    launch_wide(q, [y, x], weight, rows, epilogue, SumOrder { parts: wide_parts(weight), groups: 1 })
 }
 
-/// [`quantized_wide_gemm`] with the bits of [`quantized_gemm_split`] in the same order.
-pub fn quantized_wide_gemm_in_order(
+/// The same, whose rows have the same bits for any number of rows.
+pub fn quantized_gemm_in_order(
     q: &Queue,
     y: Span,
     x: Span,
+    weight: &PackedWeight,
+    rows: usize,
+    epilogue: Epilogue,
+) -> Result<(), CudaError> {
+    let order = sum_order(weight);
+    match rows <= MAX_ROWS {
+        true => quantized_gemm_split(q, y, x, weight, rows, epilogue, QuantizedSplit::of_order(order, weight.n)),
+        false => launch_wide(q, [y, x], weight, rows, epilogue, order),
+    }
+}
+
+/// The kernel for many rows, with the bits of [`quantized_gemm_split`] in the same order.
+fn launch_wide(
+    q: &Queue,
+    [y, x]: [Span; 2],
     weight: &PackedWeight,
     rows: usize,
     epilogue: Epilogue,

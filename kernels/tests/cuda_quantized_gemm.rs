@@ -12,8 +12,8 @@ use gpu::{Random, floats, poisoned};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::quantized_gemm::{
-    PackedFormat, PackedWeight, QuantizedSplit, dequantize, has_hopper_kernel, quantized_gemm, quantized_gemm_simple,
-    quantized_gemm_split, quantized_wide_gemm, quantized_wide_gemm_in_order, sum_order,
+    PackedFormat, PackedWeight, QuantizedSplit, dequantize, has_hopper_kernel, quantized_gemm, quantized_gemm_in_order,
+    quantized_gemm_simple, quantized_gemm_split, quantized_wide_gemm,
 };
 use kernels::cuda::skinny_gemm::Epilogue;
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Span};
@@ -155,19 +155,11 @@ fn few_and_many_rows_in_one_order_have_the_same_bits() {
             ([4608, 1032], gated),
         ] {
             let weight = QuantizedWeight::random(&gpu, &mut random, [n, k], format, n % 32 == 16);
-            let order = sum_order(&weight.packed());
             let all = random.bf16s(300 * k, 1.0);
             let product = |x: &[bf16]| {
                 let rows = x.len() / k;
                 run((&gpu, &queue), x, &weight, epilogue, |y, span, packed| {
-                    match rows <= 64 {
-                        true => {
-                            let split = QuantizedSplit::of_order(order, n);
-                            quantized_gemm_split(&queue, y, span, packed, rows, epilogue, split)
-                        }
-                        false => quantized_wide_gemm_in_order(&queue, y, span, packed, rows, epilogue, order),
-                    }
-                    .expect("a launch");
+                    quantized_gemm_in_order(&queue, y, span, packed, rows, epilogue).expect("a launch");
                 })
             };
             let together = product(&all);
@@ -175,7 +167,7 @@ fn few_and_many_rows_in_one_order_have_the_same_bits() {
             for rows in [0..1, 7..15, 100..133, 236..300, 0..65, 128..257] {
                 let apart = product(&all[rows.start * k..rows.end * k]);
                 let expected = &together[rows.start * outputs..rows.end * outputs];
-                assert!(apart == expected, "{format:?}, {n} x {k}, {order:?}, rows {rows:?}");
+                assert!(apart == expected, "{format:?}, {n} x {k}, rows {rows:?}");
             }
         }
     }

@@ -9,13 +9,10 @@
 //! (`group.rs`).
 
 use kernels::cuda::decode_division::Division;
-use kernels::cuda::quantized_gemm::{
-    self, PackedWeight, QuantizedSplit, quantized_gemm_split, quantized_wide_gemm_in_order,
-};
 use kernels::cuda::skinny_gemm::{self, Epilogue};
 use kernels::cuda::sum_order::SumOrder;
 use kernels::cuda::wide_gemm::{self, wide_gemm};
-use kernels::cuda::{CudaError, Gpu, Span};
+use kernels::cuda::{Gpu, Span};
 use ops::DeviceError;
 
 use super::{CudaConfig, CudaDevice, CudaWeight, device_error};
@@ -94,21 +91,5 @@ impl CudaDevice {
             false => wide_gemm(&self.queue, out, x, &linear, m, epilogue, order),
         }
         .map_err(device_error)
-    }
-
-    /// The same for a quantized weight.
-    pub(super) fn packed_in_order(
-        &self,
-        out: Span,
-        x: Span,
-        weight: &PackedWeight,
-        m: usize,
-        epilogue: Epilogue,
-    ) -> Result<(), CudaError> {
-        let (q, order) = (&self.queue, quantized_gemm::sum_order(weight));
-        match m <= skinny_gemm::MAX_ROWS {
-            true => quantized_gemm_split(q, out, x, weight, m, epilogue, QuantizedSplit::of_order(order, weight.n)),
-            false => quantized_wide_gemm_in_order(q, out, x, weight, m, epilogue, order),
-        }
     }
 }

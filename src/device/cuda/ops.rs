@@ -140,7 +140,9 @@ impl CudaDevice {
                 Some(packed) if self.rounds_inputs(m, weight) => {
                     self.fp8_product(out, x, &packed, m, epilogue, rounded)
                 }
-                Some(packed) if self.config.batch_invariant => self.packed_in_order(out, x, &packed, m, epilogue),
+                Some(packed) if self.config.batch_invariant => {
+                    quantized_gemm::quantized_gemm_in_order(&self.queue, out, x, &packed, m, epilogue)
+                }
                 Some(packed) if m > skinny_gemm::MAX_ROWS => {
                     quantized_gemm::quantized_wide_gemm(&self.queue, out, x, &packed, m, epilogue)
                 }
