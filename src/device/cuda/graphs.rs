@@ -28,12 +28,30 @@ struct Key {
     is_greedy: bool,
     /// Whether the recording ends before sampling.
     is_masked: bool,
-    /// Whether rows read keys and values that other rows of the step write.
-    is_split: bool,
+    kind: Kind,
+}
+
+/// What distinguishes decodes with the same number of rows besides how tokens are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+struct Kind {
     /// Whether rows have adapters.
     has_adapters: bool,
     /// Whether what guesses drafts takes hidden states of the step.
     runs_drafter: bool,
+    /// Whether rows read keys and values that other rows of the step write.
+    is_split: bool,
+}
+
+impl Kind {
+    /// Those that may come: rows without adapters and with them; no drafts, guesses behind the step, and also drafts that it verifies.
+    fn all(has_adapters: bool, has_drafter: bool) -> Vec<Self> {
+        let of_drafts = [[false, false], [true, false], [true, true]];
+        let of_drafts = &of_drafts[..if has_drafter { 3 } else { 1 }];
+        let kind =
+            |has_adapters: bool, &[runs_drafter, is_split]: &[bool; 2]| Self { has_adapters, runs_drafter, is_split };
+        let adapters = [false, true].into_iter().take(1 + usize::from(has_adapters));
+        adapters.flat_map(|adapters| of_drafts.iter().map(move |drafts| kind(adapters, drafts))).collect()
+    }
 }
 
 /// What is recorded.
@@ -63,26 +81,6 @@ enum IdleWork {
     Measure { tokens: usize },
     /// Record a decode step of a bucket.
     Record { bucket: usize, is_greedy: bool, kind: Kind },
-}
-
-/// What distinguishes decodes with the same number of rows, as in [`Key`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-struct Kind {
-    has_adapters: bool,
-    runs_drafter: bool,
-    is_split: bool,
-}
-
-impl Kind {
-    /// Those that may come: rows without adapters and with them; no drafts, guesses behind the step, and also drafts that it verifies.
-    fn all(has_adapters: bool, has_drafter: bool) -> Vec<Self> {
-        let of_drafts = [[false, false], [true, false], [true, true]];
-        let of_drafts = &of_drafts[..if has_drafter { 3 } else { 1 }];
-        let kind =
-            |has_adapters: bool, &[runs_drafter, is_split]: &[bool; 2]| Self { has_adapters, runs_drafter, is_split };
-        let adapters = [false, true].into_iter().take(1 + usize::from(has_adapters));
-        adapters.flat_map(|adapters| of_drafts.iter().map(move |drafts| kind(adapters, drafts))).collect()
-    }
 }
 
 impl Graphs {
@@ -200,9 +198,11 @@ impl CudaDevice {
             // The graph of a masked step ends before the sampler.
             is_greedy: self.current().is_greedy && !self.current().is_masked,
             is_masked: self.current().is_masked,
-            is_split: self.is_split,
-            has_adapters: self.current().shape.has_adapters,
-            runs_drafter: self.current().runs_drafter,
+            kind: Kind {
+                has_adapters: self.current().shape.has_adapters,
+                runs_drafter: self.current().runs_drafter,
+                is_split: self.is_split,
+            },
         }
     }
 
@@ -231,21 +231,19 @@ impl CudaDevice {
                 let chunk = StepShape { tokens, prefill_rows: 1, max_chunk: tokens, ..StepShape::decode(1, false) };
                 self.measure_for_a_while(chunk, forward)?
             }
-            IdleWork::Record { bucket, is_greedy, kind: Kind { has_adapters, runs_drafter, is_split } } => {
-                let shape = StepShape::decode(bucket, has_adapters);
-                self.is_split = is_split;
-                self.current = Some(super::Current { runs_drafter, ..self.step_at(shape, is_greedy) });
-                let key = self.key(bucket);
+            IdleWork::Record { bucket, is_greedy, kind } => {
+                let key = Key { pass: Pass::Step, bucket, is_greedy, is_masked: false, kind };
+                let shape = StepShape::decode(bucket, kind.has_adapters);
+                self.is_split = kind.is_split;
+                let is_recorded = self.graphs.recorded.contains_key(&key);
                 // Measuring waits for the GPU, which is not allowed during a recording.
-                if self.graphs.recorded.contains_key(&key) {
-                    true
-                } else if self.measure_for_a_while(shape, forward)? {
+                let is_done = is_recorded || self.measure_for_a_while(shape, forward)?;
+                if is_done && !is_recorded {
+                    let runs_drafter = kind.runs_drafter;
                     self.current = Some(super::Current { runs_drafter, ..self.step_at(shape, is_greedy) });
                     self.record(key, forward)?;
-                    true
-                } else {
-                    false
                 }
+                is_done
             }
         };
         if is_done {
