@@ -4,8 +4,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use device::cpu::WeightPrecision;
 use ipc::MappedMemory;
-use models::{Config, ModelError, WorkerShape};
-use ops::{Target, TensorParallel};
+use models::{Config, WorkerShape};
+use ops::{MemoryEstimate, Target, TensorParallel};
 use supervision::{PassedMemory, WorkerSpec};
 
 use crate::error::WorkerError;
@@ -14,27 +14,31 @@ use crate::estimate::estimate_memory;
 /// Most workers of a group that are tried for a model that does not fit.
 const MAX_WORKERS: u32 = 1024;
 
-/// Compares the weights of this worker with the free memory of its device.
+/// Compares the weights of this worker with the free memory of its device. Returns the estimate of its memory; nothing if there is none,
+/// as loading then fails for the same reason.
 ///
 /// # Errors
 /// When they do not fit, with the number of ranks that would hold them; when the device cannot have the slots for adapters.
-pub(crate) fn check(spec: &WorkerSpec, config: &Config, shape: &WorkerShape, free: u64) -> Result<(), WorkerError> {
-    let needed = |tp: TensorParallel| -> Result<u64, ModelError> {
-        let estimate = estimate_memory(&spec.checkpoint, config, &WorkerShape { tp, ..*shape })?;
-        // The system can drop pages of files.
-        Ok(estimate.weights_bytes - estimate.mapped_bytes)
-    };
-    let needed_bytes = match needed(shape.tp) {
-        Ok(bytes) if bytes > free => bytes,
+pub(crate) fn check(
+    spec: &WorkerSpec,
+    config: &Config,
+    shape: &WorkerShape,
+    free: u64,
+) -> Result<Option<MemoryEstimate>, WorkerError> {
+    let estimate = |tp: TensorParallel| estimate_memory(&spec.checkpoint, config, &WorkerShape { tp, ..*shape });
+    // The system can drop pages of files.
+    let needed = |estimate: &MemoryEstimate| estimate.weights_bytes - estimate.mapped_bytes;
+    let needed_bytes = match estimate(shape.tp) {
+        Ok(estimate) if needed(&estimate) <= free => return Ok(Some(estimate)),
+        Ok(estimate) => needed(&estimate),
         // Slots for adapters are allocated after loading.
         Err(error) if shape.max_adapters > 0 => return Err(error.into()),
-        // An error is that of loading, too.
-        _ => return Ok(()),
+        Err(_) => return Ok(None),
     };
     let sizes = std::iter::successors(Some(shape.tp.size * 2), |size| Some(size * 2));
     let sizes = sizes.take_while(|&size| size <= MAX_WORKERS);
     // A size that does not divide the model is not advised.
-    let mut possible = sizes.map_while(|size| Some((size, needed(TensorParallel { rank: 0, size }).ok()?)));
+    let mut possible = sizes.map_while(|size| Some((size, needed(&estimate(TensorParallel { rank: 0, size }).ok()?))));
     let fitting = possible.find(|(_, bytes)| *bytes <= free).map(|(size, _)| size * shape.stage.count);
     let ranks = fitting.map(|ranks| match shape.target {
         Target::Cuda => format!("start {ranks} ranks (`--world-size={ranks}`)"),
@@ -73,7 +77,7 @@ pub(crate) fn layout(sizes: [u64; 2]) -> u64 {
 /// bytes each before this start, and the others when all have loaded their weights.
 ///
 /// # Errors
-/// When it does not fit, and is a size that somebody has chosen. A share may be larger than this node has free.
+/// When it does not fit, and is not the default. The default may be larger than what this node has free.
 pub(crate) fn host_fits(spec: &WorkerSpec, allocated: u64) -> Result<bool, WorkerError> {
     let (bytes, workers) = (spec.settings.kv_host_memory_bytes, spec.num_local_workers);
     match device::cpu::available_memory() {
@@ -88,22 +92,12 @@ pub(crate) fn host_fits(spec: &WorkerSpec, allocated: u64) -> Result<bool, Worke
     }
 }
 
-/// The bytes of host memory that a worker uses whose device has `free` bytes before it loads: none if they are a share, and their buffers
-/// would take much of the room for KV blocks. A worker that starts again has what the one before it had.
-///
-/// # Errors
-/// When the memory cannot be estimated.
-pub(crate) fn worthwhile_host_bytes(
-    spec: &WorkerSpec,
-    config: &Config,
-    shape: &WorkerShape,
-    free: u64,
-) -> Result<u64, ModelError> {
-    let is_sure = shape.host_memory_bytes == 0 || !spec.settings.kv_host_memory_is_share || spec.next_step > 0;
-    if is_sure || estimate_memory(&spec.checkpoint, config, shape)?.affords_host_buffers(free) {
-        return Ok(shape.host_memory_bytes);
-    }
-    Ok(0)
+/// The bytes of host memory that a worker uses whose device has `free` bytes before it loads: none if they are the default, and their
+/// buffers would take much of the room for KV blocks. A worker that starts again has what the one before it had.
+pub(crate) fn worthwhile_host_bytes(spec: &WorkerSpec, estimate: Option<&MemoryEstimate>, free: u64) -> u64 {
+    let bytes = spec.settings.kv_host_memory_bytes;
+    let is_sure = !spec.settings.kv_host_memory_is_share || spec.next_step > 0;
+    if is_sure || estimate.is_none_or(|estimate| estimate.affords_host_buffers(free)) { bytes } else { 0 }
 }
 
 fn gib(bytes: u64) -> String {

@@ -108,10 +108,10 @@ fn run(spec: &WorkerSpec, rings: &Rings) -> Result<(), WorkerError> {
         DeviceChoice::Cuda { ordinal } => {
             let mut device = CudaDevice::new(cuda_config(spec, ordinal, limits, rings)?)?;
             let free = device.free_bytes()?;
-            let host_memory_bytes = memory::worthwhile_host_bytes(spec, &config, &shape, free)?;
+            let estimate = memory::check(spec, &config, &shape, free)?;
+            let host_memory_bytes = memory::worthwhile_host_bytes(spec, estimate.as_ref(), free);
             let shape = WorkerShape { host_memory_bytes, ..shape };
             device.set_host_memory_bytes(host_memory_bytes);
-            memory::check(spec, &config, &shape, free)?;
             Worker::load(spec, &config, &shape, device)?.serve(rings)
         }
     }
