@@ -38,7 +38,7 @@ impl MemoryEstimate {
         self.weights_bytes + self.workspace_bytes + self.communicator_bytes + self.reserve_bytes
     }
 
-    /// Whether a tier in host memory that nobody has asked for is worth its buffers on a device with `free_bytes` before it loads: they
+    /// Whether a tier in host memory of the default size is worth its buffers on a device with `free_bytes` before it loads: they
     /// take a sixteenth of the room for KV blocks at most.
     pub fn affords_host_buffers(&self, free_bytes: u64) -> bool {
         let without = self.without_host_buffers();

@@ -138,7 +138,7 @@ pub struct WorkerSettings {
     pub kv_cache_type: KvCacheType,
     /// Bytes of host memory of each worker for KV blocks and recurrent states that are evicted from the device; 0 for none.
     pub kv_host_memory_bytes: u64,
-    /// Whether these bytes are a share that nobody has chosen, the most that a worker may use. Else a worker that cannot have them fails.
+    /// Whether these bytes are the default, and so an upper limit: a worker without room uses none. With a size that was set it fails.
     pub kv_host_memory_is_share: bool,
     /// Duration of a step after which its workers count as hung. A worker waits this long for its group in a collective operation.
     pub step_timeout: Duration,
@@ -295,7 +295,7 @@ pub enum FromWorker {
         fits_again: [usize; 2],
         /// Bytes of one slot for the recurrent states of a sequence; 0 if the model has none.
         state_bytes: u64,
-        /// Whether the worker can use its host memory, which it always can if somebody has chosen the size.
+        /// Whether the worker can use its host memory; always true if the size was set.
         has_host_room: bool,
         /// Whether its host memory has what workers before it have stored there. Else the memory is new.
         has_host_copies: bool,

@@ -48,7 +48,7 @@ pub struct LlmDefaults {
     /// Settings of each worker. A model's `weight_only_precision` replaces that of the weights, its `kv_cache_dtype` that of the cache,
     /// its `kv_cache_host_memory_bytes` the host memory.
     pub worker: WorkerSettings,
-    /// Host memory of models for which neither the worker's settings nor a parameter choose a size; `None`: such models have the settings'.
+    /// Host memory of models without the parameter `kv_cache_host_memory_bytes`; `None`: such models have the size in the settings.
     pub host_share: Option<Arc<HostShare>>,
     /// Files of workers for KV blocks that leave host memory. A model's `kv_cache_disk_bytes` replaces the size.
     pub kv_disk: KvDisk,
@@ -88,7 +88,7 @@ pub(crate) struct LlmConfig {
     /// Settings of each worker.
     pub(crate) worker: WorkerSettings,
     /// The files of its workers for KV blocks that leave host memory.
-    /// The shares of which the workers take their host memory, if nobody has chosen its size.
+    /// The shares from which workers take host memory, if its size is the default.
     pub(crate) host_share: Option<Arc<HostShare>>,
     pub(crate) kv_disk: KvDisk,
     /// Where checkpoints may be that replace the weights; `None`: nowhere.

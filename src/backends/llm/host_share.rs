@@ -1,4 +1,4 @@
-//! Host memory for what leaves the devices of models for which nobody has chosen a size.
+//! The default size of host memory for what is evicted from devices: shares of what the host has free.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -12,8 +12,8 @@ const PER_CACHE_BYTE: u64 = 2;
 /// Most bytes of a rank. A worker that is killed comes back 0.08 s later for each GiB, since its memory is unpinned first (docs/scheduling.md).
 const MOST: u64 = 16 << 30;
 
-/// A quarter of the memory that a host has free when the world starts, in equal shares for its ranks, of 16 GiB at most. The models of a rank take parts of its
-/// share, and give them back when they are unloaded.
+/// A quarter of the memory that a host has free when the world starts, in equal shares for its ranks, of 16 GiB at most. The models of a
+/// rank take parts of its share, and give them back when they are unloaded.
 #[derive(Debug)]
 pub struct HostShare {
     /// What models have left of each rank's share.

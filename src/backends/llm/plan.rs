@@ -34,7 +34,7 @@ pub struct ModelPlan {
     pub engine: EngineConfig,
     /// Most bytes of host memory of each worker for what is evicted from its device.
     most_host_bytes: u64,
-    /// Whether nobody has chosen them.
+    /// Whether they are the default.
     pub has_host_share: bool,
     /// Largest size of the file of each worker for what leaves host memory.
     pub disk_bytes: u64,

@@ -14,7 +14,7 @@ use super::{LlmDefaults, invalid};
 pub(super) struct HostMemory {
     /// Bytes of each worker; 0 if it has none.
     pub(super) bytes: u64,
-    /// Set if nobody has chosen them. Then they are the most that a worker may have.
+    /// Set if `bytes` is the default: an upper limit, which depends on what other models use.
     pub(super) share: Option<Arc<HostShare>>,
 }
 

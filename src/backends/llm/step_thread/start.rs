@@ -100,7 +100,7 @@ impl Running {
         Ok(group)
     }
 
-    /// Bytes of host memory that each worker uses: those that somebody has chosen, or what it takes of the share of its rank for a cache of
+    /// Bytes of host memory that each worker uses: the size that was set, or what it takes of the share of its rank for a cache of
     /// so many blocks and states.
     fn host_bytes(&mut self, workers: &[LoadedWorker], [num_blocks, num_states]: [usize; 2]) -> u64 {
         let config = &self.thread.config;
