@@ -28,7 +28,7 @@
 // archs: 80 90a 100a ptx
 #include "sample_filtered.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) sample_adjust_f32(SampleArgs a) {
+extern "C" __global__ void __launch_bounds__(256, 4) sample_adjust_f32(SampleArgs a) {
     __shared__ u64 pairs[32];
     __shared__ float floats[32];
     const u32 s = blockIdx.x;
