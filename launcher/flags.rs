@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser};
-use settings::{ByteSize, DeviceKind, KvCacheType, WeightPrecision};
+use settings::{ByteSize, DeviceKind, KvCacheType, MAX_SECONDS, WeightPrecision};
 
 pub use crate::actions::{Action, BatchFlags, DoctorFlags, LiveWorld, SleepLevel};
 pub use crate::choices::{Backend, Bind, ContainerRuntime};
@@ -103,7 +103,7 @@ pub struct WorldFlags {
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Seconds that requests in flight may take at shutdown.
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub exit_timeout: Option<u64>,
     /// Start even if the ports are in use.
     #[arg(long, short)]
@@ -127,7 +127,8 @@ pub struct WorldFlags {
     #[arg(long)]
     pub plan: bool,
     /// Stop the world if it does not serve within this time. [without a value: 600]
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "600", value_name = "SECONDS")]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "600", value_name = "SECONDS",
+        value_parser = clap::value_parser!(u64).range(1..=MAX_SECONDS))]
     pub wait_ready: Option<u64>,
     /// Run the world in the background: return 0 once it serves, otherwise print the reason.
     #[arg(long)]
@@ -136,15 +137,16 @@ pub struct WorldFlags {
     #[arg(long)]
     pub exit_on_failure: bool,
     /// Restart the world if rank 0 has not answered for this time; 0 disables this.
-    #[arg(long, default_value_t = 15, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 15, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub liveness_timeout: u64,
     /// Keep the connections of clients when rank 0 dies: a relay holds them, and sends unfinished requests to the next rank 0. A request
     /// waits for this time. [without a value: 120]
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "120", value_name = "SECONDS")]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "120", value_name = "SECONDS",
+        value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub keep_connections: Option<u64>,
     /// With the relay of --keep-connections: end the world when no request has come for this time, and start it for the next one.
     /// Health checks and metrics do not count.
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=MAX_SECONDS))]
     pub idle_exit: Option<u64>,
     /// Stop after more than this number of failures in a row. [default: no limit]
     #[arg(long, value_name = "N")]
@@ -302,10 +304,25 @@ mod tests {
     }
 
     #[test]
+    fn times_of_which_no_deadline_can_be_made_are_refused() {
+        for flag in ["exit-timeout", "wait-ready", "liveness-timeout", "keep-connections", "idle-exit"] {
+            let line = |seconds: u64| ["launch".into(), format!("--{flag}={seconds}").into()];
+            assert!(Flags::parse_from_line(line(MAX_SECONDS)).is_ok(), "{flag}");
+            let error = Flags::parse_from_line(line(MAX_SECONDS + 1)).unwrap_err().to_string();
+            assert!(error.contains(flag) && error.contains("..=2147483647"), "{error}");
+        }
+    }
+
+    #[test]
     fn wrong_flags_are_refused() {
-        for line in
-            ["--world_size=0", "--http_port=70000", "--no_such_flag", "--device=tpu", "stop --http_port=1 --all"]
-        {
+        for line in [
+            "--world_size=0",
+            "--http_port=70000",
+            "--no_such_flag",
+            "--device=tpu",
+            "stop --http_port=1 --all",
+            "--wait_ready=0",
+        ] {
             let words = std::iter::once("launch").chain(line.split_whitespace());
             assert!(Flags::parse_from_line(words.map(OsString::from)).is_err(), "{line}");
         }

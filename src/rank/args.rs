@@ -8,7 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum}
 use front::{LogFormat, LogOptions};
 use record::RecordArgs;
 use serving::{Limit, Limits};
-use settings::{ByteSize, DeviceKind, KvCacheType, WeightPrecision};
+use settings::{ByteSize, DeviceKind, KvCacheType, MAX_SECONDS, WeightPrecision};
 
 use crate::boolean::boolean;
 use crate::front_args::FrontArgs;
@@ -43,7 +43,7 @@ pub struct RankArgs {
     #[arg(long, value_name = "NAME=MODEL", value_parser = served_name)]
     pub served_model_name: Vec<(String, String)>,
     /// Seconds between two polls of the repository (poll mode)
-    #[arg(long, default_value_t = 15)]
+    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub repository_poll_secs: u64,
     /// End when a model cannot be loaded at start
     #[arg(long, default_value = "true", value_parser = boolean, action = ArgAction::Set)]
@@ -112,10 +112,10 @@ pub struct RankArgs {
     #[arg(long, default_value = "triton")]
     pub id: String,
     /// Seconds that requests in flight may take after SIGTERM
-    #[arg(long, default_value_t = 30)]
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub exit_timeout_secs: u64,
     /// Seconds that a step may take beyond the longest of the recent ones, before its workers are started again
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..), value_name = "SECONDS")]
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=MAX_SECONDS), value_name = "SECONDS")]
     pub step_timeout: u64,
     /// Longest time between two tokens of a stream while prompts are computed; a model's parameter `max_inter_token_ms`
     /// overrides it [default: 50, or 8 times a step without prompts]
@@ -126,7 +126,7 @@ pub struct RankArgs {
     #[arg(long, value_name = "TOKENS")]
     pub benchmark_forced_acceptance: Option<f64>,
     /// Seconds without a message of another rank after which the world ends; 0: no limit
-    #[arg(long, default_value_t = 15, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 15, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub heartbeat_timeout: u64,
     /// Socket at which another world requests this one's ports; set by the launcher
     #[arg(long, env = "TRIREME_HAND_OVER", hide = true, hide_env = true, value_name = "SOCKET")]

@@ -8,6 +8,8 @@ use front::{
     Api, Collector, Compression, HeaderPattern, Origins, Restrictions, Tls, TraceBounds, TraceOptions, UnknownFields,
 };
 
+use settings::MAX_SECONDS;
+
 use crate::boolean::boolean;
 use crate::keys;
 
@@ -95,7 +97,7 @@ pub struct FrontArgs {
     #[arg(long, default_value_t = 0, value_name = "COUNT")]
     pub max_connections_per_address: u32,
     /// Seconds in which a client must read some of its responses, or its connection or stream ends; 0: no limit
-    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub write_timeout: u64,
     /// Share the HTTP port with other servers that have this option
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]

@@ -14,6 +14,9 @@ use serde::{Deserialize, Serialize};
 
 pub use byte_size::ByteSize;
 
+/// The most seconds that a command line gives for a time: 68 years. A deadline that lies so far ahead can still be represented.
+pub const MAX_SECONDS: u64 = i32::MAX as u64;
+
 /// Which kind of device the workers use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DeviceKind {

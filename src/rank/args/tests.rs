@@ -42,6 +42,15 @@ fn unambiguous_prefixes_and_numbers_for_booleans_parse() {
 }
 
 #[test]
+fn times_have_bounds() {
+    for flag in ["repository-poll-secs", "exit-timeout-secs", "step-timeout", "heartbeat-timeout", "write-timeout"] {
+        rank_args(&format!("rank --model-repo=/m --{flag}=2147483647")).unwrap();
+        let error = rank_args(&format!("rank --model-repo=/m --{flag}=2147483648")).unwrap_err().to_string();
+        assert!(error.contains(flag) && error.contains("..=2147483647"), "{error}");
+    }
+}
+
+#[test]
 fn limits_of_the_front_have_flags() {
     let front = |line: &str| {
         let (args, _) = rank_args(&format!("rank --model-repo=/m {line}")).map_err(|error| error.to_string())?;
