@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, ValueEnum};
 
 use front::{LogFormat, LogOptions};
@@ -231,7 +232,7 @@ pub struct RankArgs {
     #[command(flatten)]
     pub record: RecordArgs,
     /// CPU threads of a worker; by default an equal share of the node's cores
-    #[arg(long)]
+    #[arg(long, value_parser = RangedU64ValueParser::<usize>::new().range(..=4096))]
     pub threads: Option<usize>,
     /// Pin each CPU thread of a worker to its own core, if there are enough cores for all workers of the node
     #[arg(long, default_value = "false", value_parser = boolean, action = ArgAction::Set)]

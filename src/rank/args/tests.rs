@@ -42,12 +42,15 @@ fn unambiguous_prefixes_and_numbers_for_booleans_parse() {
 }
 
 #[test]
-fn times_have_bounds() {
+fn times_and_threads_have_bounds() {
     for flag in ["repository-poll-secs", "exit-timeout-secs", "step-timeout", "heartbeat-timeout", "write-timeout"] {
         rank_args(&format!("rank --model-repo=/m --{flag}=2147483647")).unwrap();
         let error = rank_args(&format!("rank --model-repo=/m --{flag}=2147483648")).unwrap_err().to_string();
         assert!(error.contains(flag) && error.contains("..=2147483647"), "{error}");
     }
+    assert_eq!(rank_args("rank --model-repo=/m --threads=4096").unwrap().0.threads, Some(4096));
+    let error = rank_args("rank --model-repo=/m --threads=4097").unwrap_err().to_string();
+    assert!(error.contains("--threads") && error.contains("0..=4096"), "{error}");
 }
 
 #[test]
