@@ -103,7 +103,7 @@ pub struct WorldFlags {
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,
     /// Seconds that requests in flight may take at shutdown.
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
+    #[arg(long, alias = "exit-timeout-secs", value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub exit_timeout: Option<u64>,
     /// Start even if the ports are in use.
     #[arg(long, short)]
@@ -300,6 +300,13 @@ mod tests {
             ("-- --model_store=/more", true),
         ] {
             assert_eq!(parse(line).may_have_no_model(), is_of_use, "{line}");
+        }
+    }
+
+    #[test]
+    fn tritonservers_name_of_the_exit_timeout_is_known() {
+        for line in ["--exit_timeout=90", "--exit-timeout-secs=90", "--exit_timeout_secs 90", "--exit-t=90"] {
+            assert_eq!(parse(line).exit_timeout, Some(90), "{line}");
         }
     }
 

@@ -11,7 +11,7 @@ use crate::flags::{Backend, Bind, WorldFlags};
 use crate::hosts::{self, Host};
 use crate::mpi::{MpiKind, Mpirun};
 use crate::srun::{self, Allocation};
-use crate::{local, mpirun};
+use crate::{local, mpirun, rank_flags};
 
 /// The facts about this machine and environment that a plan depends on.
 #[derive(Debug, Clone, Default)]
@@ -65,6 +65,7 @@ pub struct Plan {
 
 /// Makes the plan for a world. Errors name the flag that is wrong.
 pub fn plan(flags: &WorldFlags, site: &Site) -> Result<Plan> {
+    rank_flags::check(&flags.rank_flags)?;
     let ports = [flags.grpc_port, flags.http_port, flags.metrics_port];
     if let Some(port) = (0..2).find_map(|i| ports[i + 1..].contains(&ports[i]).then_some(ports[i])) {
         bail!("port {port} is given twice; gRPC, HTTP and metrics each need their own");

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use anyhow::{Result, bail};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use crate::command::text_with_dashes;
@@ -20,6 +21,27 @@ struct RankFlag {
 
 /// Flags with the path of the server program.
 const PROGRAM_FLAGS: [&str; 2] = ["--trireme", "--tritonserver"];
+
+/// Flags of ranks that the launcher must know, too, with its own names for them.
+const NEEDED_HERE: [(&str, &str); 4] = [
+    ("--http-port", "--http_port"),
+    ("--grpc-port", "--grpc_port"),
+    ("--metrics-port", "--metrics_port"),
+    ("--exit-timeout-secs", "--exit_timeout"),
+];
+
+/// Checks the flags behind `--`: the last value of a flag counts, so there they would change what the launcher goes by, without its knowledge.
+///
+/// # Errors
+/// Names a flag, also one that is shortened, that belongs before `--`.
+pub(crate) fn check(rank_flags: &[String]) -> Result<()> {
+    for name in rank_flags.iter().filter(|flag| flag.len() > 2 && flag.starts_with("--")).map(|flag| name_of(flag)) {
+        if let Some((_, own)) = NEEDED_HERE.iter().find(|(full, _)| full.starts_with(&name)) {
+            bail!("`{name}` is behind `--`, and `launch` itself needs its value: give {own} before the `--`");
+        }
+    }
+    Ok(())
+}
 
 /// The same command line, program name first, with the flags of ranks behind `--`. The server program lists these flags; it is started
 /// only if the line has a flag that the launcher does not know.
@@ -115,6 +137,24 @@ mod tests {
         assert_eq!(moved("launch --no-such-flag"), None);
         assert_eq!(moved("launch --detach").unwrap(), line("launch --detach"));
         assert_eq!(moved("launch stop --pinned-memory=1"), None, "`stop` starts no rank");
+    }
+
+    #[test]
+    fn flags_that_the_launcher_needs_are_refused_behind_the_dashes() {
+        let check = |flag: &str| check(&["--id=me".to_owned(), flag.to_owned()]).map_err(|error| error.to_string());
+        for (flag, own) in [
+            ("--http-port=1", "give --http_port before"),
+            ("--grpc_port=1", "give --grpc_port before"),
+            ("--metrics-p=1", "give --metrics_port before"),
+            ("--exit_timeout_secs=1", "give --exit_timeout before"),
+        ] {
+            let error = check(flag).unwrap_err();
+            assert!(error.contains(own), "{error}");
+        }
+        for flag in ["--http-address=::1", "--exit-on-error=false", "--metrics-interval-ms=1", "--http-port-x=1", "-h"]
+        {
+            check(flag).unwrap();
+        }
     }
 
     #[test]

@@ -18,6 +18,7 @@ pub(crate) fn file(batch: &BatchFlags, arguments: &[OsString]) -> Result<String>
     if world.detach || world.dry_run {
         bail!("a batch job ends with its script: leave out --detach and --dry-run");
     }
+    crate::rank_flags::check(&world.rank_flags)?;
     let words: Vec<String> = arguments.iter().map(|word| word.to_string_lossy().into_owned()).collect();
     if crate::keys::without_literals(&words).is_some() {
         bail!("a batch file is no place for a key: write it into a file of its own, and give @FILE in its place");
@@ -148,5 +149,6 @@ mod tests {
         let refusal = file_of("sbatch --world_size=16 --nodes=2 --elastic=8").unwrap_err().to_string();
         assert!(refusal.contains("--elastic works through mpirun"), "{refusal}");
         assert!(file_of("sbatch --world_size=3 --nodes=2").is_err());
+        assert!(file_of("sbatch -- --http-port=1").unwrap_err().to_string().contains("give --http_port before"));
     }
 }

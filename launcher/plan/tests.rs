@@ -93,6 +93,12 @@ fn launchers_of_other_mpis_get_their_own_options() {
 }
 
 #[test]
+fn ports_of_the_launcher_are_refused_behind_the_dashes() {
+    let error = plan_of("-- --http_port=9000").unwrap_err().to_string();
+    assert!(error.contains("give --http_port before"), "{error}");
+}
+
+#[test]
 fn bound_ranks_get_their_share_of_cores() {
     let numa = plan_of("--world_size=2 --bind=numa").unwrap();
     assert!(numa.starts_with("mpirun --allow-run-as-root --map-by numa --bind-to numa -n 1 "), "{numa}");
