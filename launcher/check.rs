@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use ipc::Ring;
 use nix::sys::statvfs::statvfs;
 
@@ -20,6 +20,7 @@ pub(crate) fn all(flags: &WorldFlags, site: &Site, plan: &Plan) -> Result<()> {
     repository(flags)?;
     program(flags, site)?;
     starter(flags, site, plan)?;
+    run_directory(&site.run_dir)?;
     if plan.is_one_node && flags.container_image.is_none() { shared_memory(flags, site) } else { Ok(()) }
 }
 
@@ -51,6 +52,24 @@ pub(crate) fn shared_memory(flags: &WorldFlags, site: &Site) -> Result<()> {
             bail!("{:#}; let this user write to /dev/shm (`chmod 1777 /dev/shm`)", anyhow::Error::from(error))
         }
     }
+}
+
+/// Bytes that the run directory must have room for: the state of the world, and the first lines of its log.
+const RUN_DIR_BYTES: usize = 32 << 10;
+
+/// Checks that the run directory has room for the files of a world, which could be neither found nor ended without them.
+///
+/// # Errors
+/// When it has not, with what to do.
+pub(crate) fn run_directory(dir: &Path) -> Result<()> {
+    let file = dir.join(format!("check-{}", std::process::id()));
+    let written = std::fs::write(&file, vec![0; RUN_DIR_BYTES]);
+    // It does not matter if there is none.
+    let _ = std::fs::remove_file(&file);
+    let dir = dir.display();
+    written.map_err(|error| {
+        anyhow!("cannot write to the run directory {dir}: {error}; make room there, or set XDG_RUNTIME_DIR")
+    })
 }
 
 /// Checks that `--model_repo` is a directory with models.
@@ -124,4 +143,21 @@ pub(crate) fn has_folder(dir: &Path) -> Result<bool> {
     let is_model =
         |entry: std::fs::DirEntry| entry.path().is_dir() && !entry.file_name().to_string_lossy().starts_with('.');
     Ok(entries.flatten().any(is_model))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_directory_without_room_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        run_directory(dir.path()).unwrap();
+        // A link to /dev/full has no room.
+        let file = dir.path().join(format!("check-{}", std::process::id()));
+        std::os::unix::fs::symlink("/dev/full", file).unwrap();
+        let error = format!("{:#}", run_directory(dir.path()).unwrap_err());
+        assert!(error.contains(&dir.path().display().to_string()) && error.contains("No space left"), "{error}");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+    }
 }

@@ -1,7 +1,7 @@
 //! State files of running worlds: one JSON file per world, in a run directory that only this user can access.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -227,13 +227,18 @@ impl RunDir {
         self.path.join(format!("world-{http_port}.json"))
     }
 
-    /// Writes the state file atomically.
+    /// Writes the state file, atomically where the disk has room for a second one.
     pub(crate) fn write(&self, state: &WorldState) -> Result<()> {
         let file = self.state_file(state.http_port);
         let unfinished = file.with_extension("json.tmp");
-        let write =
-            || fs::write(&unfinished, serde_json::to_vec_pretty(state)?).and_then(|()| fs::rename(&unfinished, &file));
-        write().with_context(|| format!("cannot write {}", file.display()))
+        let text = serde_json::to_vec_pretty(state).context("cannot write the state as JSON")?;
+        let replaced = fs::write(&unfinished, &text).and_then(|()| fs::rename(&unfinished, &file));
+        let written = replaced.or_else(|error| {
+            // It does not matter if there is none.
+            let _ = fs::remove_file(&unfinished);
+            overwrite(&file, &text).map_err(|_| error)
+        });
+        written.with_context(|| format!("cannot write {}", file.display()))
     }
 
     /// Removes the state file of `http_port` if this launcher wrote it.
@@ -316,6 +321,13 @@ fn port_of(file: &Path) -> u16 {
     number().unwrap_or(0)
 }
 
+/// Writes `text` into a file that exists, and keeps its block on the disk.
+fn overwrite(file: &Path, text: &[u8]) -> io::Result<()> {
+    let mut file = fs::File::options().write(true).open(file)?;
+    file.write_all(text)?;
+    file.set_len(text.len() as u64)
+}
+
 fn read(file: &Path) -> Option<WorldState> {
     serde_json::from_slice(&fs::read(file).ok()?).ok()
 }
@@ -349,6 +361,25 @@ mod tests {
         let lock = run_dir.lock().unwrap();
         assert!(fs::File::open(here.path()).unwrap().try_lock().is_err(), "services that clean /tmp must see a lock");
         drop(lock);
+    }
+
+    #[test]
+    fn a_state_file_is_written_again_where_there_is_no_room_for_a_second_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let run_dir = RunDir { path: dir.path().to_owned(), others: Vec::new() };
+        let state = |phase| WorldState { http_port: 2, phase, log: "/a/longer/path".into(), ..Default::default() };
+        // A link to /dev/full has no room, either.
+        let fill = || std::os::unix::fs::symlink("/dev/full", dir.path().join("world-2.json.tmp")).unwrap();
+        fill();
+        assert!(run_dir.write(&state(Phase::Loading)).is_err(), "there is none to write again");
+        run_dir.write(&state(Phase::Loading)).unwrap();
+        let shorter = WorldState { log: PathBuf::new(), ..state(Phase::Ending) };
+        for state in [state(Phase::Serving), shorter] {
+            fill();
+            run_dir.write(&state).unwrap();
+            assert_eq!(read(&run_dir.state_file(2)), Some(state));
+        }
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing is left beside the state file");
     }
 
     #[test]

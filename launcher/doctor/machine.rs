@@ -54,6 +54,14 @@ pub(super) fn memory() -> Finding {
     }
 }
 
+/// Whether the run directory can be written to.
+pub(super) fn run_directory(run_dir: &RunDir) -> Finding {
+    match check::run_directory(run_dir.path()) {
+        Ok(()) => Finding::ok("run directory", run_dir.path().display().to_string()),
+        Err(error) => Finding::of_error("run directory", format!("{error:#}"), ""),
+    }
+}
+
 /// Size of `/dev/shm`, which step plans and all-reduces within a node use, and whether a ring can be created there.
 pub(super) fn shared_memory(flags: &WorldFlags, site: &Site) -> Finding {
     if let Err(error) = check::shared_memory(flags, site) {

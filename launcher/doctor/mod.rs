@@ -46,7 +46,7 @@ fn examine(flags: &WorldFlags, site: &Site, run_dir: &RunDir) -> Vec<Finding> {
     let mut findings = of_start(flags, site);
     findings.extend([machine::cores(flags.world_size), machine::memory(), machine::huge_pages()]);
     findings.extend([machine::shared_memory(flags, site), machine::locked_memory(wants_gpus)]);
-    findings.extend([machine::open_files(), machine::clock_source()]);
+    findings.extend([machine::open_files(), machine::clock_source(), machine::run_directory(run_dir)]);
     findings.extend(machine::ports(flags, run_dir));
     findings.extend(gpu::check(flags));
     match is_unnamed(flags) {
