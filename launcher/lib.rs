@@ -73,7 +73,7 @@ mod world;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ipc::ProcessId;
@@ -266,7 +266,10 @@ fn supervise(flags: &WorldFlags, site: Site, plan: &Plan, shapes: Option<Shapes>
         capture,
         systemd: Systemd::new(),
         // With `--detach` the foreground process waits, not this one.
-        wait_ready: flags.wait_ready.filter(|_| !flags.detached).map(Duration::from_secs),
+        serve_before: flags
+            .wait_ready
+            .filter(|_| !flags.detached)
+            .map(|seconds| Instant::now() + Duration::from_secs(seconds)),
         max_restarts: if flags.exit_on_failure { Some(0) } else { flags.max_restarts },
         num_starts: 0,
         offered_ports: None,

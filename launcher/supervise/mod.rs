@@ -49,8 +49,8 @@ pub(crate) struct Supervisor {
     pub(crate) signals: Signals,
     pub(crate) capture: Capture,
     pub(crate) systemd: Systemd,
-    /// Time in which the first start must become ready.
-    pub(crate) wait_ready: Option<Duration>,
+    /// When a world must have served, however often it was started until then.
+    pub(crate) serve_before: Option<Instant>,
     /// Restarts after failures in a row; None: no limit.
     pub(crate) max_restarts: Option<u32>,
     /// Number of worlds started.
@@ -76,7 +76,7 @@ struct Run {
     sleeps: bool,
     /// How long it served; None if it never became ready.
     served: Option<Duration>,
-    /// It did not become ready within `wait_ready`.
+    /// It did not become ready before `serve_before`.
     gave_up: bool,
 }
 
@@ -128,12 +128,18 @@ impl Supervisor {
             self.record_failure(run.status);
             // A world that exits with an error before it ever served would fail again.
             let is_hopeless = self.state.times_served == 0 && code < SIGNALLED;
-            if is_hopeless || self.max_restarts.is_some_and(|max| failures > max) {
-                let why = if is_hopeless { "before it served; see the messages above" } else { "too often in a row" };
+            let pause = pause_after(failures);
+            let is_late =
+                self.state.times_served == 0 && self.serve_before.is_some_and(|at| Instant::now() + pause >= at);
+            if is_hopeless || is_late || self.max_restarts.is_some_and(|max| failures > max) {
+                let why = match () {
+                    () if is_hopeless => "before it served; see the messages above",
+                    () if is_late => "before it served, and the time of --wait-ready ends",
+                    () => "too often in a row",
+                };
                 eprintln!("launch: not started again: it died {why}");
                 return Ok(code);
             }
-            let pause = pause_after(failures);
             let most = self.max_restarts.map_or_else(String::new, |max| format!(", of {max} at most"));
             eprintln!("launch: starts it again in {pause:?} (death {failures} in a row{most})");
             self.state.phase = Phase::Waiting;
@@ -215,7 +221,7 @@ impl Supervisor {
             next: None,
             is_switched: false,
             started: now,
-            give_up_at: self.wait_ready.filter(|_| !served_before).map(|wait| now + wait),
+            give_up_at: self.serve_before.filter(|_| !served_before),
             serving_since: None,
             last_answer: now,
             shutdown: Shutdown::None,

@@ -121,6 +121,16 @@ fn a_world_that_dies_of_a_signal_while_it_loads_is_started_again_and_leaves_a_re
 }
 
 #[test]
+fn a_world_that_dies_again_and_again_while_it_loads_is_given_up_in_time() {
+    let site = TestSite::new();
+    let launch = output(site.start("--wait-ready=2").env("FAKE_FAIL", "abort").spawn().unwrap());
+    assert_eq!(code(launch.status), 128 + Signal::SIGABRT as i32, "{}", text(&launch));
+    assert!(text(&launch).contains("and the time of --wait-ready ends"), "{}", text(&launch));
+    assert!(site.starts(0).len() > 1, "{}", text(&launch));
+    site.assert_nothing_is_left();
+}
+
+#[test]
 fn leftovers_of_a_killed_launcher_are_ended_by_the_next() {
     let site = TestSite::new();
     // It ignores SIGTERM, so it outlives the launcher that is killed.

@@ -1,8 +1,8 @@
 //! A fake rank for the tests of the launcher: it starts, reports its health and ends, but serves no model.
 //!
 //! Environment variables control it: `FAKE_LOG` is a file to which each event is appended; `FAKE_FAIL=load` exits with code 1
-//! at once; `FAKE_STUBBORN=1` ignores SIGTERM; `FAKE_SLOW_MS` delays readiness; `FAKE_SILENT=1` answers no HTTP client;
-//! `FAKE_LINE` is logged; `FAKE_OFFER=1` offers the HTTP port to the launcher.
+//! at once, `FAKE_FAIL=abort` dies of a signal; `FAKE_STUBBORN=1` ignores SIGTERM; `FAKE_SLOW_MS` delays readiness;
+//! `FAKE_SILENT=1` answers no HTTP client; `FAKE_LINE` is logged; `FAKE_OFFER=1` offers the HTTP port to the launcher.
 
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
@@ -21,9 +21,13 @@ fn main() {
     let rank = ["OMPI_COMM_WORLD_RANK", "PMI_RANK"].into_iter().find_map(|name| std::env::var(name).ok());
     let rank = rank.unwrap_or("0".to_owned());
     log_event(&format!("rank {rank} starts as {}: {}", std::process::id(), args[1..].join(" ")));
-    if std::env::var("FAKE_FAIL").is_ok_and(|how| how == "load") {
-        eprintln!("model `llama` has no weights");
-        std::process::exit(1);
+    match std::env::var("FAKE_FAIL").as_deref() {
+        Ok("load") => {
+            eprintln!("model `llama` has no weights");
+            std::process::exit(1);
+        }
+        Ok("abort") => std::process::abort(),
+        _ => {}
     }
     let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     signals.thread_block().unwrap();
