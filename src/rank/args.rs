@@ -43,7 +43,7 @@ pub struct RankArgs {
     /// `/v1/models` lists the model by it instead of by its own
     #[arg(long, value_name = "NAME=MODEL", value_parser = served_name)]
     pub served_model_name: Vec<(String, String)>,
-    /// Seconds between two polls of the repository (poll mode)
+    /// Seconds between two polls of the repository (poll mode); 0: none
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u64).range(..=MAX_SECONDS))]
     pub repository_poll_secs: u64,
     /// End when a model cannot be loaded at start

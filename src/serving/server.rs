@@ -171,6 +171,9 @@ impl Server {
     /// In mode `poll`, checks the repository regularly until the server drains. Returns at once in other modes.
     pub async fn keep_polling(&self) {
         let ControlMode::Poll { interval } = self.config.control_mode else { return };
+        if interval.is_zero() {
+            return;
+        }
         while !self.is_draining.load(Ordering::SeqCst) {
             tokio::time::sleep(interval).await;
             for failure in self.poll_repository().await.err().unwrap_or_default() {

@@ -18,7 +18,7 @@ pub enum ControlMode {
     },
     /// All models of the repository are loaded, and loaded again when their files change.
     Poll {
-        /// Time between two checks of the repository.
+        /// Time between two checks of the repository; none are made if it is zero, as in Triton.
         interval: Duration,
     },
 }

@@ -33,6 +33,14 @@ async fn polling_follows_the_repository() {
 }
 
 #[tokio::test]
+async fn an_interval_of_zero_polls_never() {
+    let repository = TestRepository::new(&[("echo", ECHO)]);
+    let server = repository.server(ControlMode::Poll { interval: Duration::ZERO });
+    server.load_all().await.unwrap();
+    tokio::time::timeout(Duration::from_secs(5), server.keep_polling()).await.expect("it returns at once");
+}
+
+#[tokio::test]
 async fn polling_continues_until_the_server_drains() {
     let repository = TestRepository::new(&[("echo", ECHO)]);
     let server = repository.server(ControlMode::Poll { interval: Duration::from_millis(10) });
