@@ -1,6 +1,7 @@
 //! What must be there before a world can start: model repository, server program, starter of ranks. A start checks all of it and
 //! ends at the first error; `launch doctor` shows each check.
 
+use std::os::unix::net::SocketAddr;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
@@ -57,11 +58,21 @@ pub(crate) fn shared_memory(flags: &WorldFlags, site: &Site) -> Result<()> {
 /// Bytes that the run directory must have room for: the state of the world, and the first lines of its log.
 const RUN_DIR_BYTES: usize = 32 << 10;
 
-/// Checks that the run directory has room for the files of a world, which could be neither found nor ended without them.
+/// The longest name of a socket there: that of the relay's metrics, for the largest number of a process.
+const LONGEST_SOCKET: &str = "world-4194304-99999.relay/metrics";
+
+/// Checks that the run directory has room for the files of a world, which could be neither found nor ended without them, and that the
+/// system takes the paths of its sockets.
 ///
 /// # Errors
-/// When it has not, with what to do.
+/// When something lacks, with what to do.
 pub(crate) fn run_directory(dir: &Path) -> Result<()> {
+    if SocketAddr::from_pathname(dir.join(LONGEST_SOCKET)).is_err() {
+        bail!(
+            "the path of the run directory {} is too long for sockets; set XDG_RUNTIME_DIR to a shorter one",
+            dir.display()
+        );
+    }
     let file = dir.join(format!("check-{}", std::process::id()));
     let written = std::fs::write(&file, vec![0; RUN_DIR_BYTES]);
     // It does not matter if there is none.
@@ -159,5 +170,21 @@ mod tests {
         let error = format!("{:#}", run_directory(dir.path()).unwrap_err());
         assert!(error.contains(&dir.path().display().to_string()) && error.contains("No space left"), "{error}");
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+    }
+
+    #[test]
+    fn a_run_directory_whose_sockets_would_have_too_long_paths_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let of_length = |length: usize| {
+            let part = "x".repeat(length - dir.path().as_os_str().len() - 1);
+            let dir = dir.path().join(part);
+            std::fs::create_dir(&dir).unwrap();
+            run_directory(&dir)
+        };
+        // 108 bytes with the end of the text, and the `/` before the name.
+        let longest = 106 - LONGEST_SOCKET.len();
+        of_length(longest).unwrap();
+        let error = of_length(longest + 1).unwrap_err().to_string();
+        assert!(error.contains("set XDG_RUNTIME_DIR to a shorter one"), "{error}");
     }
 }
