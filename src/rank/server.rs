@@ -14,11 +14,11 @@ use comm::World;
 use front::{Listeners, Running, WorldFacts};
 use ipc::Prefix;
 use record::Recorder;
-use serving::{BackendFactory, Server, ServerConfig};
+use serving::{BackendFactory, ModelIndexEntry, Server, ServerConfig};
 use supervision::{FromAgent, ToAgent, WorkerSupervisor};
 use tokio::runtime::Handle;
 
-use crate::args::RankArgs;
+use crate::args::{ControlModeFlag, RankArgs};
 use crate::client_relay;
 use crate::configs::{front_config, llm_defaults, prefixes, python_config, server_config};
 use crate::connect::connect;
@@ -199,7 +199,8 @@ async fn load(
         loaded = server.load_all() => {
             let failures = loaded.err().unwrap_or_default();
             tables::write(args, config, server);
-            report_loading(args, &failures).map(|()| Loaded::All)
+            report_loading(args, &failures)?;
+            check_served_names(args, &server.repository_index(false)).map(|()| Loaded::All)
         }
         () = signals.next() => Ok(Loaded::Stopped),
     }
@@ -244,6 +245,18 @@ fn report_loading(args: &RankArgs, failures: &[serving::LoadFailure]) -> Result<
     }
 }
 
+/// Checks that each `--served-model-name` is that of a model in the repository, where no model comes later.
+fn check_served_names(args: &RankArgs, index: &[ModelIndexEntry]) -> Result<(), RankError> {
+    let is_unknown = |(_, model): &&(String, String)| index.iter().all(|entry| entry.name != *model);
+    match args.served_model_name.iter().find(is_unknown) {
+        Some((name, model)) if args.model_control_mode == ControlModeFlag::None => {
+            let flag = format!("--served-model-name={name}={model}");
+            Err(RankError::Server(format!("{flag} names model `{model}`, which the repository does not have")))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The three lines that scripts wait for.
 fn report_started(front: &Running) {
     let addresses = front.addresses();
@@ -278,4 +291,30 @@ async fn drain(args: &RankArgs, server: &Server, front: Running, mut signals: Si
         "failed to stop server: Internal - Exit timeout expired. Exiting immediately. ({left} requests cut off)"
     );
     ExitCode::FAILURE
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+
+    use serving::ModelState;
+
+    use super::*;
+
+    #[test]
+    fn a_further_name_of_a_model_that_is_not_there_is_refused_unless_models_come_later() {
+        let entry =
+            ModelIndexEntry { name: "llm".into(), version: "1".into(), state: ModelState::Ready, reason: "".into() };
+        let check = |flags: &str| {
+            let words = ["rank", "--model-repo=/m"].into_iter().chain(flags.split_whitespace()).map(OsString::from);
+            let matches = crate::command().try_get_matches_from(words).unwrap();
+            let (args, _) = crate::parse(&matches).unwrap();
+            check_served_names(&args, std::slice::from_ref(&entry)).map_err(|error| error.to_string())
+        };
+        assert_eq!(check("--served-model-name=a=llm"), Ok(()));
+        let error = check("--served-model-name=a=llm --served-model-name=b=lm").unwrap_err();
+        assert!(error.contains("--served-model-name=b=lm names model `lm`"), "{error}");
+        assert_eq!(check("--served-model-name=b=lm --model-control-mode=explicit"), Ok(()));
+        assert_eq!(check("--served-model-name=b=lm --model-control-mode=poll"), Ok(()));
+    }
 }
