@@ -245,8 +245,14 @@ fn report_loading(args: &RankArgs, failures: &[serving::LoadFailure]) -> Result<
     }
 }
 
-/// Checks that each `--served-model-name` is that of a model in the repository, where no model comes later.
+/// Checks that each `--served-model-name` is that of one model, which is in the repository, where no model comes later.
 fn check_served_names(args: &RankArgs, index: &[ModelIndexEntry]) -> Result<(), RankError> {
+    let mut named = HashMap::new();
+    for (name, model) in &args.served_model_name {
+        if let Some(other) = named.insert(name, model).filter(|other| *other != model) {
+            return Err(RankError::Server(format!("--served-model-name gives `{name}` to `{other}` and to `{model}`")));
+        }
+    }
     let is_unknown = |(_, model): &&(String, String)| index.iter().all(|entry| entry.name != *model);
     match args.served_model_name.iter().find(is_unknown) {
         Some((name, model)) if args.model_control_mode == ControlModeFlag::None => {
@@ -314,6 +320,9 @@ mod tests {
         assert_eq!(check("--served-model-name=a=llm"), Ok(()));
         let error = check("--served-model-name=a=llm --served-model-name=b=lm").unwrap_err();
         assert!(error.contains("--served-model-name=b=lm names model `lm`"), "{error}");
+        let error = check("--served-model-name=a=llm --served-model-name=a=lm").unwrap_err();
+        assert!(error.contains("gives `a` to `llm` and to `lm`"), "{error}");
+        assert_eq!(check("--served-model-name=a=llm --served-model-name=a=llm"), Ok(()));
         assert_eq!(check("--served-model-name=b=lm --model-control-mode=explicit"), Ok(()));
         assert_eq!(check("--served-model-name=b=lm --model-control-mode=poll"), Ok(()));
     }
