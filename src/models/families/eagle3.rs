@@ -116,7 +116,7 @@ fn joined_norm(objects: &[&Fields]) -> Result<JoinedNorm, ModelError> {
 
 /// The layers whose inputs the head takes: those that a field names, else the usual ones. Within `eagle_config` SpecForge and Model
 /// Optimizer name the layers whose outputs are taken, and others those whose inputs are. The first of them tells which: it is usually the
-/// output of layer 1, and so the input of layer 2.
+/// output of layer 1, and so the input of layer 2. Where a list is outside of `eagle_config`, too, both name the same layers.
 fn taps(objects: &[&Fields], num_layers: usize) -> Result<Vec<usize>, ModelError> {
     let name = "eagle_aux_hidden_state_layer_ids";
     let mut found = None;
@@ -127,10 +127,14 @@ fn taps(objects: &[&Fields], num_layers: usize) -> Result<Vec<usize>, ModelError
         let ids = value.as_array().and_then(|ids| ids.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
         let ids = ids.ok_or_else(|| fields.wrong(name, "a list of numbers of layers", value))?;
         let offset = u64::from(is_nested && ids[0] == 1);
-        let taps = ids.into_iter().map(|id| id.saturating_add(offset) as usize).collect();
-        found = found.or(Some(taps));
+        let taps: Vec<usize> = ids.into_iter().map(|id| id.saturating_add(offset) as usize).collect();
+        if let Some(first) = found.filter(|first| *first != taps) {
+            let expected = format!("a list of the same layers as outside of `eagle_config`, the inputs of {first:?}");
+            return Err(fields.wrong(name, &expected, value));
+        }
+        found = Some(taps);
     }
-    let taps: Vec<usize> = found.unwrap_or_else(|| vec![2, num_layers / 2, num_layers.saturating_sub(3)]);
+    let taps = found.unwrap_or_else(|| vec![2, num_layers / 2, num_layers.saturating_sub(3)]);
     for fields in objects {
         let count = fields.size("num_aux_hidden_states")?;
         if let Some(count) = count.filter(|&count| count != taps.len()) {

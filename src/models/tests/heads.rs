@@ -276,6 +276,23 @@ fn an_eagle3_head_that_does_not_fit_or_is_of_another_form_is_refused_by_name() {
     let ids = "eagle_aux_hidden_state_layer_ids";
     refused("eagle3", SPECFORGE, "takes the input of layer 6", &nested(ids, vec![1, 2, 5].into()));
     refused("eagle3", SPECFORGE, "takes the input of layer 7", &nested(ids, vec![2, 4, 7].into()));
+    let both = |nested: Vec<usize>| {
+        move |config: &mut Value| {
+            config[ids] = vec![2, 3, 4].into();
+            config["eagle_config"] = serde_json::json!({ ids: nested });
+        }
+    };
+    let expected =
+        "field `eagle_config.eagle_aux_hidden_state_layer_ids` must be a list of the same layers as outside of \
+         `eagle_config`, the inputs of [2, 3, 4], found [1,2,4]";
+    refused("eagle3", SPECFORGE, expected, &both(vec![1, 2, 4]));
+    // The outputs of 1, 2 and 3 are the inputs of 2, 3 and 4.
+    for same in [vec![1, 2, 3], vec![2, 3, 4]] {
+        let head = changed_head(SPECFORGE, both(same), str::to_owned);
+        let drafter = DeviceDrafter::Eagle3(head.path().to_owned());
+        let config = Config::from_dir(&golden_dir("eagle3")).unwrap();
+        assert!(config.with_drafter(&drafter, WeightPrecision::Checkpoint, Target::Cpu).is_ok());
+    }
     refused("eagle3", SPECULATORS, "must be a list of numbers of layers", &set(ids, vec!["1", "2"].into()));
     refused("eagle3", SPECULATORS, "field `speculators_model_type`", &set("speculators_model_type", "eagle".into()));
 }
