@@ -1,6 +1,6 @@
-//! 100 000 random requests with cancels, stops, priorities, deadlines, late masks, lost workers, failing copies of the disk and resets of the prefix cache against a simulated device. All
-//! streams must be correct, and the counters must be right after every call. A failure is shrunk to the shortest list
-//! of calls that shows it.
+//! 100 000 random requests with cancels, stops, priorities, deadlines, adapters, salts, late masks, lost workers, sleeps, failing
+//! copies of the disk and resets of the prefix cache against a simulated device. All streams must be correct, and the counters must be
+//! right after every call. A failure is shrunk to the shortest list of calls that shows it.
 
 mod support;
 
@@ -18,7 +18,7 @@ use proptest::test_runner::TestRunner;
 use support::{Expected, Guesser, Random, VOCAB_SIZE, World};
 
 /// Number of engines with random limits, each with its own calls: enough for 100 000 requests.
-const NUM_WORLDS: u32 = 4300;
+const NUM_WORLDS: u32 = 4600;
 
 #[derive(Debug, Clone)]
 enum Call {
@@ -34,6 +34,8 @@ enum Call {
     Recover,
     /// The same, and the host memory is new.
     RecoverWithoutHost,
+    /// All that workers and disk hold is void.
+    Sleep,
     /// The workers do not come back, and another engine goes on.
     Move,
     /// The file fails.
@@ -79,16 +81,22 @@ fn request() -> impl Strategy<Value = Request> {
     let stop_words = vec(vec(token(), 1..4), 0..3);
     let drafts = prop_oneof![Just(0u32), 1u32..6];
     let constrained = prop_oneof![2 => Just(false), 1 => Just(true)];
-    (prompt, 1u32..24, vec(token(), 0..2), stop_words, 0u32..3, beams(), drafts, constrained).prop_map(
-        |(prompt, max_tokens, end_ids, stop_words, priority, beams, max_drafts, constrained)| Request {
+    // A salt is the seed, too, so that the device knows it.
+    let salt = prop_oneof![3 => Just(0u64), 1 => 1u64..3];
+    let reports = (prop_oneof![Just(None), (0u32..3).prop_map(Some)], prop_oneof![9 => Just(false), 1 => Just(true)]);
+    let sampling = (vec(token(), 0..2), salt, reports).prop_map(|(end_ids, seed, (num_logprobs, context_logits))| {
+        SamplingParams { end_ids, seed, num_logprobs, context_logits, ..SamplingParams::default() }
+    });
+    (prompt, 1u32..24, sampling, stop_words, 0u32..3, beams(), drafts, constrained).prop_map(
+        |(prompt, max_tokens, sampling, stop_words, priority, beams, max_drafts, constrained)| Request {
+            cache_salt: (sampling.seed > 0).then_some(sampling.seed),
             prompt,
             max_tokens,
-            sampling: SamplingParams { end_ids, ..SamplingParams::default() },
+            sampling,
             stop_words,
             priority,
             beams,
             max_drafts,
-            cache_salt: None,
             // Two adapters, and the model itself.
             adapter: (priority > 0)
                 .then(|| Arc::new(Adapter { id: AdapterId(u64::from(priority)), weights: Vec::new() })),
@@ -118,6 +126,7 @@ fn call() -> impl Strategy<Value = Call> {
         72 => Just(Call::Settle),
         4 => Just(Call::Recover),
         1 => Just(Call::RecoverWithoutHost),
+        1 => Just(Call::Sleep),
         1 => Just(Call::Move),
         1 => Just(Call::CloseDisk),
         4 => any::<bool>().prop_map(Call::Hold),
@@ -220,6 +229,7 @@ fn run_calls(config: EngineConfig, calls: Vec<Call>) -> usize {
             }
             Call::Recover => world.recover(),
             Call::RecoverWithoutHost => world.recover_without_host(),
+            Call::Sleep => world.sleep(),
             Call::Move => {
                 let ids = world.move_sequences();
                 let ended = SequenceId(u64::MAX);

@@ -282,8 +282,7 @@ fn an_eagle3_head_that_does_not_fit_or_is_of_another_form_is_refused_by_name() {
             config["eagle_config"] = serde_json::json!({ ids: nested });
         }
     };
-    let expected =
-        "field `eagle_config.eagle_aux_hidden_state_layer_ids` must be a list of the same layers as outside of \
+    let expected = "field `eagle_config.eagle_aux_hidden_state_layer_ids` must be a list of the same layers as outside of \
          `eagle_config`, the inputs of [2, 3, 4], found [1,2,4]";
     refused("eagle3", SPECFORGE, expected, &both(vec![1, 2, 4]));
     // The outputs of 1, 2 and 3 are the inputs of 2, 3 and 4.

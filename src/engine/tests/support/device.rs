@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 
 use engine::{
-    BlockId, DiskCopy, DiskDirection, EngineConfig, GrownTable, HostCopies, HostSlot, JoinedTable, RowId, RowWork,
-    STORES_COMPLETE_AFTER, SampleMask, SampledToken, SequenceId, SlotKind, StepOutput, StepPlan, TokenId,
+    AdapterId, BlockId, DiskCopy, DiskDirection, EngineConfig, GrownTable, HostCopies, HostSlot, JoinedTable, RowId,
+    RowWork, STORES_COMPLETE_AFTER, SampleMask, SampledToken, SequenceId, SlotKind, StepOutput, StepPlan, TokenId,
 };
 
 use super::tokens::Guesser;
@@ -30,6 +30,8 @@ pub struct Device {
     /// The same on disk.
     disk: (Vec<u64>, Vec<(u64, usize)>),
     pub rows: Vec<Option<Row>>,
+    /// What each slot for adapters holds.
+    adapters: Vec<Option<AdapterId>>,
     /// Guesses tokens if plans ask for them.
     guesser: Guesser,
     last_step: Option<u64>,
@@ -49,6 +51,12 @@ pub struct Row {
     num_computed: usize,
     /// The slot of its recurrent state.
     state: Option<usize>,
+    /// The slot of its adapter.
+    adapter: Option<usize>,
+    /// The seed of its request. In these tests it stands for the salt, which workers do not know.
+    seed: u64,
+    /// Whether its request wants log-probabilities.
+    has_logprobs: bool,
     /// Number of tokens when it joined.
     pub join_len: usize,
     pub num_prompt_tokens: u32,
@@ -68,13 +76,6 @@ impl Row {
         });
         self.digests.iter().copied().chain(drafted).collect()
     }
-
-    /// What the device keeps of each position. With `is_output_apart` other results for generated tokens than for those of a prompt.
-    fn results(&self, is_output_apart: bool) -> Vec<u64> {
-        let apart = self.num_prompt_tokens as usize;
-        let result = |(index, digest): (usize, u64)| if is_output_apart && index >= apart { !digest } else { digest };
-        self.all_digests().into_iter().enumerate().map(result).collect()
-    }
 }
 
 impl Device {
@@ -88,6 +89,7 @@ impl Device {
             host: (vec![0; config.num_host_blocks * config.block_size], vec![(0, usize::MAX); config.num_host_states]),
             disk: (vec![0; config.num_disk_blocks * config.block_size], vec![(0, usize::MAX); config.num_disk_states]),
             rows: (0..config.max_rows).map(|_| None).collect(),
+            adapters: vec![None; config.max_adapters],
             guesser: Guesser(Random(11)),
             last_step: None,
             last_computed: None,
@@ -149,8 +151,7 @@ impl Device {
             let saved = plan.saved_states.iter().find(|saved| saved.row == work.row);
             self.compute(work);
             if let Some(saved) = saved {
-                let (end, digests) =
-                    ((work.start + saved.num_tokens) as usize, self.row(work.row).results(self.is_output_apart));
+                let (end, digests) = ((work.start + saved.num_tokens) as usize, self.results(self.row(work.row)));
                 self.states[saved.to.0 as usize] = (digests[end - 1], end);
             }
         }
@@ -194,10 +195,14 @@ impl Device {
         for row in &plan.left {
             assert!(self.rows[row.0 as usize].take().is_some(), "row {} leaves but is free", row.0);
         }
+        for filled in &plan.adapters {
+            self.adapters[filled.slot.0 as usize] = Some(filled.adapter);
+        }
         for joined in &plan.joined {
             let place = &mut self.rows[joined.row.0 as usize];
             assert!(place.is_none(), "row {} is joined but taken", joined.row.0);
             assert_eq!(joined.tables.len(), self.windows.len(), "a table for each KV group");
+            assert!(joined.num_computed == 0 || !joined.sampling.context_logits, "the logits of a prefix are missing");
             let table = |table: &JoinedTable| {
                 let released = std::iter::repeat_n(None, table.first as usize);
                 released.chain(table.blocks.iter().copied().map(Some)).collect()
@@ -209,6 +214,9 @@ impl Device {
                 tables: joined.tables.iter().map(table).collect(),
                 num_computed: joined.num_computed as usize,
                 state: joined.state.map(|state| state.0 as usize),
+                adapter: joined.adapter.map(|slot| slot.0 as usize),
+                seed: joined.sampling.seed,
+                has_logprobs: joined.sampling.num_logprobs.is_some(),
                 join_len: joined.tokens.len(),
                 num_prompt_tokens: joined.num_prompt_tokens,
                 beam_candidates: joined.sampling.beam_candidates as usize,
@@ -311,10 +319,19 @@ impl Device {
         block.0 as usize * self.block_size + position % self.block_size
     }
 
+    /// What the device keeps of each position: another result with each adapter, salt, and, with `is_output_apart`, for generated tokens.
+    fn results(&self, row: &Row) -> Vec<u64> {
+        let adapter = row.adapter.map_or(0, |slot| self.adapters[slot].expect("the slot of a row is filled").0);
+        let (apart, mark) = (row.num_prompt_tokens as usize, mark(adapter, row.seed));
+        let is_apart = |index: usize| self.is_output_apart && index >= apart;
+        let result = |(index, digest): (usize, u64)| if is_apart(index) { !digest ^ mark } else { digest ^ mark };
+        row.all_digests().into_iter().enumerate().map(result).collect()
+    }
+
     /// Checks the positions before `end` that the work can see.
     fn check(&self, work: &RowWork, end: usize, step: u64, when: &str) {
         let row = self.row(work.row);
-        let digests = row.results(self.is_output_apart);
+        let digests = self.results(row);
         assert!(end <= digests.len(), "row of sequence {} holds fewer tokens than {end}", row.sequence.0);
         for (group, window) in self.windows.iter().enumerate() {
             let first = window.map_or(0, |window| (work.start as usize + 1).saturating_sub(window));
@@ -329,7 +346,7 @@ impl Device {
     fn compute(&mut self, work: &RowWork) {
         let (start, end) = (work.start as usize, (work.start + work.num_tokens) as usize);
         let row = self.row(work.row);
-        let digests = row.results(self.is_output_apart);
+        let digests = self.results(row);
         let groups = 0..self.windows.len();
         let write = &|group, position: usize| (self.slot(row, group, position), in_group(digests[position], group));
         let writes: Vec<_> =
@@ -350,7 +367,13 @@ impl Device {
         let row = self.rows[id.0 as usize].as_mut().unwrap();
         let num_tokens = row.tokens.len() + row.drafts.len();
         assert_eq!(row.num_computed, num_tokens, "sequence {} samples before its end", row.sequence.0);
-        let sampled = |token, top| SampledToken { row: id, token, logprob: None, top };
+        let has_logprobs = row.has_logprobs;
+        let sampled = |last, token, top| SampledToken {
+            row: id,
+            token,
+            logprob: has_logprobs.then(|| log_prob(last, token)),
+            top,
+        };
         let last = *row.digests.last().unwrap();
         let wrong = u32::from(is_wrong);
         let token = TokenId((next_token(last).0 + wrong) % VOCAB_SIZE);
@@ -358,18 +381,18 @@ impl Device {
             let mut all: Vec<_> = (0..VOCAB_SIZE).map(TokenId).map(|token| (token, log_prob(last, token))).collect();
             all.sort_by(|a, b| b.1.total_cmp(&a.1));
             all.truncate(row.beam_candidates);
-            return vec![sampled(token, all)];
+            return vec![sampled(last, token, all)];
         }
         if !row.drafts.is_empty() {
             let digests = row.all_digests();
             return digests[row.tokens.len() - 1..]
                 .iter()
-                .map(|&last| sampled(TokenId((next_token(last).0 + wrong) % VOCAB_SIZE), vec![]))
+                .map(|&last| sampled(last, TokenId((next_token(last).0 + wrong) % VOCAB_SIZE), vec![]))
                 .collect();
         }
         row.tokens.push(token);
         row.digests.push(digest(last, token));
-        vec![sampled(token, vec![])]
+        vec![sampled(last, token, vec![])]
     }
 }
 
@@ -377,6 +400,11 @@ impl Device {
 fn filled_slots(plan: &StepPlan) -> [Vec<u32>; 2] {
     let HostCopies { stored, stored_states, .. } = &plan.host;
     [stored.iter().map(|copy| copy.1.0).collect(), stored_states.iter().map(|copy| copy.1.0).collect()]
+}
+
+/// What an adapter and a salt change; 0 without both.
+fn mark(adapter: u64, seed: u64) -> u64 {
+    adapter.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seed.rotate_left(40)
 }
 
 /// What the layers of a KV group store for a position.

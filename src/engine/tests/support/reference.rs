@@ -31,6 +31,13 @@ pub fn run_alone(request: &Request, max_sequence_len: usize) -> (Vec<TokenId>, u
     }
 }
 
+/// The log-probabilities of these generated tokens, if the request wants them.
+pub fn logprobs_alone(request: &Request, generated: &[TokenId]) -> Vec<Option<f32>> {
+    let tokens = [request.prompt.as_slice(), generated].concat();
+    let before = digests(&tokens).skip(request.prompt.len() - 1).zip(generated);
+    before.map(|(last, &token)| request.sampling.num_logprobs.map(|_| log_prob(last, token))).collect()
+}
+
 /// A beam's tokens and their log-probability.
 type Beam = (Vec<TokenId>, f32);
 

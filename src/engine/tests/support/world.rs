@@ -10,6 +10,7 @@ use engine::{
 
 use super::device::{Device, Row};
 use super::expected::Expected;
+use super::reference::logprobs_alone;
 use super::reference::run_alone;
 use super::reference::run_beams_alone;
 use super::tokens::Random;
@@ -30,6 +31,8 @@ struct Stream {
     /// Number of tokens of `generated` that are released; a stop word at the end is not.
     num_released: usize,
     reason: FinishReason,
+    /// Of each token of `generated`, if the request wants them.
+    logprobs: Vec<Option<f32>>,
     /// Outputs of a beam search; it has no other output.
     beams: Option<Vec<Vec<TokenId>>>,
     received: usize,
@@ -84,9 +87,19 @@ impl World {
             let expected = Expected { tokens: generated.clone(), len: 0, ends: reason != FinishReason::Length };
             request.constraint = Some(RequestConstraint(Box::new(expected)));
         }
+        let logprobs = logprobs_alone(&request, &generated);
         let beams = request.beams.map(|_| run_beams_alone(&request, max_sequence_len));
         let id = self.engine.submit(request).ok()?;
-        let stream = Stream { generated, num_released, reason, beams, received: 0, ended_early: None, finished: false };
+        let stream = Stream {
+            generated,
+            num_released,
+            reason,
+            logprobs,
+            beams,
+            received: 0,
+            ended_early: None,
+            finished: false,
+        };
         assert!(self.streams.insert(id, stream).is_none(), "sequence {} twice", id.0);
         self.audit();
         Some(id)
@@ -232,6 +245,15 @@ impl World {
         self.audit();
     }
 
+    /// The workers begin anew, with other weights perhaps.
+    pub fn sleep(&mut self) {
+        self.engine.recover();
+        self.engine.forget_copies();
+        self.plans.clear();
+        self.device = Device::new(self.engine.config());
+        self.audit();
+    }
+
     /// The workers are lost for good: another engine takes the sequences. Returns their new ids.
     pub fn move_sequences(&mut self) -> HashMap<SequenceId, SequenceId> {
         self.engine.recover();
@@ -354,6 +376,7 @@ impl World {
             for token in &event.tokens {
                 let expected = stream.generated.get(stream.received);
                 assert_eq!(Some(&token.token), expected, "token {} of {:?}", stream.received, event.sequence);
+                assert_eq!(token.logprob, stream.logprobs[stream.received], "that of {:?}", event.sequence);
                 stream.received += 1;
             }
             // A cancelled stream may receive the start of a stop word; no other stream may.
