@@ -58,8 +58,9 @@ pub(crate) struct LogitsForm {
 /// Logits that no response has returned yet, converted to the returned type.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Logits {
-    /// `[prompt, V]`, as far as received.
+    /// `[prompt, V]`, as far as received; empty once it was returned.
     context: Vec<u8>,
+    is_context_returned: bool,
     /// `[V]` of each token of the output.
     generation: BTreeMap<u32, Vec<u8>>,
 }
@@ -79,8 +80,12 @@ impl LogitsForm {
 }
 
 impl Logits {
-    /// Stores part of a row. A row that is computed again, after a preemption or a rejected draft, replaces the earlier one.
+    /// Stores part of a row. A row that is computed again, after a preemption or a rejected draft, replaces the earlier one, unless that
+    /// is a row of a prompt that was returned.
     pub(crate) fn keep(&mut self, form: LogitsForm, part: &generation::Logits) {
+        if self.is_context_returned && matches!(part.position, LogitsPosition::Prompt(_)) {
+            return;
+        }
         let element = form.row_bytes() / form.vocab_size;
         let start = part.first_token as usize * element;
         let row = match part.position {
@@ -100,6 +105,7 @@ impl Logits {
     /// `[1, prompt, V]`; `[1, 0, V]` after the first call.
     pub(crate) fn take_context(&mut self, name: &Name, form: LogitsForm) -> Tensor {
         let data = std::mem::take(&mut self.context);
+        self.is_context_returned = true;
         let shape = Shape::from_slice(&[1, (data.len() / form.row_bytes()) as i64, form.vocab_size as i64]);
         Tensor { name: name.clone(), datatype: form.datatype, shape, data: data.into() }
     }
@@ -173,6 +179,8 @@ mod tests {
         let context = logits.take_context(&"context_logits".into(), form);
         assert_eq!(context.shape[..], [1, 2, 3]);
         assert_eq!(context.to_f32().unwrap(), [4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);
+        assert_eq!(logits.take_context(&"context_logits".into(), form).shape[..], [1, 0, 3]);
+        logits.keep(form, &piece(Prompt(0), 0, &[4.0, 5.0, 6.0])); // Preempted after the first response.
         assert_eq!(logits.take_context(&"context_logits".into(), form).shape[..], [1, 0, 3]);
         let mut out = Vec::new();
         logits.take_generation(form, 1, 1, 2, &mut out);
