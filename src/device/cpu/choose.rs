@@ -72,6 +72,12 @@ impl CpuDevice {
         }
     }
 
+    /// Ends the step, whose tokens are chosen.
+    pub(super) fn end_step(&mut self, tokens: Vec<SampledToken>) {
+        let logits = std::mem::take(&mut self.reported);
+        self.results.push_back((tokens, logits));
+    }
+
     /// Stores the raw logits that this step reports.
     pub(super) fn report_logits(&mut self, x: &CpuTensor, head: &CpuWeight) -> Result<(), DeviceError> {
         let positions = std::mem::take(&mut self.inputs.logits);
@@ -163,5 +169,79 @@ impl CpuDevice {
             copied.iter().for_each(|copied| buffer.copy_block(copied.from.0 as usize, copied.to.0 as usize));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use engine::{RowId, SamplingParams, TokenId};
+    use ops::{AttentionSpec, DType, Device, KvElements, LogitSpec, StepInputs, StepLimits, WeightData, WeightSlice};
+
+    use super::*;
+    use crate::cpu::{Cache, CpuConfig};
+
+    const WIDTH: usize = 16;
+    const VOCAB: usize = 8;
+
+    /// Without layers: a step is the output head alone.
+    fn device() -> CpuDevice {
+        let limits = StepLimits { max_tokens: 4, max_rows: 2, max_sequence_len: 16, vocab_size: VOCAB };
+        let config = CpuConfig { threads: 1, limits, kv_memory_bytes: Some(1 << 20), group: None };
+        let mut device = CpuDevice::new(config).unwrap();
+        let spec = AttentionSpec {
+            block_size: 16,
+            max_positions: 16,
+            ropes: Vec::new(),
+            layers: Vec::new(),
+            kv_windows: vec![None],
+            kv_elements: KvElements::Plain,
+            states: Vec::new(),
+        };
+        device.cache = Some(Cache { buffers: Vec::new(), spec, num_blocks: 1 });
+        device
+    }
+
+    #[test]
+    fn each_of_two_queued_steps_reports_its_own_logits() {
+        let mut device = device();
+        let rows: Vec<f32> = (0..VOCAB * WIDTH).map(|index| (index / WIDTH) as f32 / WIDTH as f32).collect();
+        let bytes: Vec<u8> = rows.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let table = WeightSlice {
+            name: "head",
+            data: WeightData::Stored(bytes.into()),
+            dtype: DType::F32,
+            matrix_cols: WIDTH,
+            rows: 0..VOCAB,
+            cols: 0..WIDTH,
+            head_order: None,
+        };
+        let embedding = device.load_embedding(table, 0).unwrap();
+        let head = device.tie_head(&embedding).unwrap();
+        let mut x = device.tensor(WIDTH).unwrap();
+        device.join_row(RowId(0), &[TokenId(3)], 1, &SamplingParams::default()).unwrap();
+        for step in 1..=2 {
+            let inputs = StepInputs {
+                step,
+                rows: vec![RowId(0)],
+                row_starts: vec![0, 1],
+                token_ids: vec![3],
+                positions: vec![0],
+                slots: vec![0],
+                context_lens: vec![1],
+                block_tables: vec![0],
+                max_blocks: 1,
+                samples: vec![SampleInput { row: RowId(0), token_index: 0, num_generated: 0 }],
+                logits: vec![0],
+                ..StepInputs::default()
+            };
+            x.data.fill(step as f32);
+            device.run_step(&inputs, &mut |device| device.sample(&x, &head, LogitSpec { cap: None })).unwrap();
+        }
+        for step in 1..=2 {
+            assert_eq!(device.collect(false).unwrap().map(|tokens| tokens.len()), Some(1));
+            let expected: Vec<f32> = (0..VOCAB).map(|row| (step * row) as f32).collect();
+            assert_eq!(device.take_logits(), [expected], "step {step}");
+        }
+        assert!(device.collect(false).unwrap().is_none());
     }
 }

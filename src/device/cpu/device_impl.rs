@@ -209,7 +209,7 @@ impl Device for CpuDevice {
     }
 
     fn take_logits(&mut self) -> Vec<Vec<f32>> {
-        std::mem::take(&mut self.reported)
+        std::mem::take(&mut self.collected)
     }
 
     fn take_guesses(&mut self) -> Vec<(RowId, Vec<TokenId>)> {
@@ -230,12 +230,14 @@ impl Device for CpuDevice {
     fn choose(&mut self, masks: &[SampleMask]) -> Result<(), DeviceError> {
         let tokens = self.choose_among(masks)?;
         self.append(&tokens);
-        self.results.push_back(tokens);
+        self.end_step(tokens);
         Ok(())
     }
 
     fn collect(&mut self, _wait: bool) -> Result<Option<Vec<SampledToken>>, DeviceError> {
-        Ok(self.results.pop_front())
+        let (tokens, logits) = self.results.pop_front().unzip();
+        self.collected = logits.unwrap_or_default();
+        Ok(tokens)
     }
 
     fn embed(&mut self, out: &mut CpuTensor, table: &CpuWeight, scale: f32) -> Result<(), DeviceError> {
@@ -490,7 +492,7 @@ impl Device for CpuDevice {
         }
         let tokens = self.choose_tokens(x, head)?;
         self.append(&tokens);
-        self.results.push_back(tokens);
+        self.end_step(tokens);
         Ok(())
     }
 
@@ -533,7 +535,7 @@ impl Device for CpuDevice {
     fn send_hidden(&mut self, x: &CpuTensor) -> Result<(), DeviceError> {
         let (step, tokens) = (self.inputs.step, self.num_tokens());
         self.pipeline.as_mut().expect("only a stage of a pipeline sends a hidden state").send(step, x.rows(tokens))?;
-        self.results.push_back(Vec::new());
+        self.end_step(Vec::new());
         Ok(())
     }
 }

@@ -57,7 +57,7 @@ struct Known {
 impl CpuDevice {
     /// For each row of the step, in order.
     fn known(&self) -> Vec<Known> {
-        let chosen = self.results.back().expect("the tokens of the step are chosen before others are guessed");
+        let (chosen, _) = self.results.back().expect("the tokens of the step are chosen before others are guessed");
         let mut samples = self.inputs.samples.iter().zip(chosen).peekable();
         let row = |starts: &[u32]| {
             let mut known = Known { end: starts[1] as usize, newest: None };

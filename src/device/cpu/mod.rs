@@ -94,11 +94,12 @@ pub struct CpuDevice {
     local_logits: Buffer<f32>, // [S, V of this worker], if the vocabulary is split
     logits: Buffer<f32>,       // [S, V], at most as many as there are rows
     unchosen: Vec<f32>,        // [S, V] of a step whose tokens wait for masks
-    reported: Vec<Vec<f32>>,   // [V] of each position that the last step reports
+    reported: Vec<Vec<f32>>,   // [V] of each position that the current step reports
+    collected: Vec<Vec<f32>>,  // the same of the step that was collected last
     logit_cap: Option<f32>,    // of the current step
     branch: Buffer<f32>,       // [T, E], the norm of a branch
     expert_buffers: ExpertBuffers,
-    results: VecDeque<Vec<SampledToken>>,
+    results: VecDeque<(Vec<SampledToken>, Vec<Vec<f32>>)>, // of each step that is not collected, with the logits that it reports
     guesses: Guesses,
     weights_bytes: u64,
     workspace_bytes: u64,
@@ -189,6 +190,7 @@ impl CpuDevice {
             branch: Buffer::new(0),
             expert_buffers: ExpertBuffers::default(),
             reported: Vec::new(),
+            collected: Vec::new(),
             results: VecDeque::new(),
             guesses: Guesses::default(),
             weights_bytes: 0,
