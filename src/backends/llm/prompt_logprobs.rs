@@ -44,10 +44,11 @@ impl PromptLogprobs {
 }
 
 /// The log-probability of `token` under the softmax of `logits`, and the likeliest tokens. Tokens with equal logits are ordered by id.
+/// All is computed in f64, as CPUs do for the tokens that they generate, so that a token has one log-probability in both places.
 fn logprob_of(logits: &[f32], token: TokenId, num_top: usize) -> PromptLogprob {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - max).exp()).sum();
-    let log_sum = f64::from(max) + sum.ln();
+    let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    let sum: f64 = logits.iter().map(|&logit| (f64::from(logit) - max).exp()).sum();
+    let log_sum = max + sum.ln();
     let logprob = |id: u32| (f64::from(logits[id as usize]) - log_sum) as f32;
     let mut top: Vec<u32> = Vec::with_capacity(num_top + 1);
     for id in 0..logits.len() as u32 {
@@ -90,6 +91,24 @@ mod tests {
         assert_eq!(found[1].logprob, found[1].top[0].1);
         assert_eq!(found.iter().map(|found| found.rank).collect::<Vec<_>>(), [1, 1]);
         assert_eq!(found.len(), 2);
+    }
+
+    #[test]
+    fn differences_of_logits_are_not_rounded_to_f32() {
+        let mut state = 1u32;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 20) as f32
+        };
+        for _ in 0..5000 {
+            let logits: Vec<f32> = (0..64).map(|_| 0.3 * next() - 2.0).collect();
+            let max = logits.iter().copied().map(f64::from).fold(f64::NEG_INFINITY, f64::max);
+            let total = max + logits.iter().map(|&logit| (f64::from(logit) - max).exp()).sum::<f64>().ln();
+            for (token, found) in logprob_of(&logits, TokenId(0), logits.len()).top {
+                let expected = (f64::from(logits[token.0 as usize]) - total) as f32;
+                assert_eq!(found.to_bits(), expected.to_bits(), "{found} and {expected}");
+            }
+        }
     }
 
     #[test]
