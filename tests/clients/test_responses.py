@@ -30,6 +30,13 @@ def test_a_stream_joins_to_the_same_response(client):  # noqa: F811
     assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == list(range(len(events)))
 
 
+def test_no_message_of_the_assistant_is_lost(client):  # noqa: F811
+    texts = [{"role": "assistant", "content": text} for text in ("Cold is the opposite of hot.", "It is cold.")]
+    question = [{"role": "user", "content": QUESTION_ALONE}]
+    last, both = (respond(client, input=question + messages + question).usage.input_tokens for messages in (texts[1:], texts))
+    assert both > last + 5
+
+
 def test_log_probabilities_are_listed(client):  # noqa: F811
     response = respond(client, include=["message.output_text.logprobs"], top_logprobs=3)
     logprobs = response.output[0].content[0].logprobs

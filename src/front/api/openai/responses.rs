@@ -176,7 +176,13 @@ fn add_item(at: usize, mut item: Value, messages: &mut Vec<Value>) -> Result<(),
             };
             let content = item["content"].take();
             match role.as_str() {
-                "assistant" => drop(turn(messages).insert("content".to_owned(), content)),
+                "assistant" => {
+                    // A text that is there already is an earlier message.
+                    if messages.last().is_some_and(|last| !last["content"].is_null()) {
+                        messages.push(json!({"role": "assistant", "content": null}));
+                    }
+                    turn(messages).insert("content".to_owned(), content);
+                }
                 _ => messages.push(json!({"role": role, "content": content})),
             }
         }
@@ -204,7 +210,7 @@ fn add_item(at: usize, mut item: Value, messages: &mut Vec<Value>) -> Result<(),
     Ok(())
 }
 
-/// The assistant's message at the end of a conversation; a new one if the last message is another's or has its text.
+/// The assistant's message at the end of a conversation; a new one if the last message is another's.
 fn turn(messages: &mut Vec<Value>) -> &mut Map<String, Value> {
     let is_open = messages.last().is_some_and(|last| last["role"] == "assistant");
     if !is_open {
@@ -246,6 +252,18 @@ mod tests {
                 {"role": "tool", "tool_call_id": "c1", "content": "sun"},
             ])
         );
+    }
+
+    #[test]
+    fn each_text_of_the_assistant_is_a_message_of_its_own() {
+        let text = |text: &str| json!({"role": "assistant", "content": text});
+        let call = json!({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"});
+        let body =
+            json!({"model": "m", "input": [text("a"), text("b"), call, text("c"), {"role": "user", "content": "d"}]});
+        let Input::Conversation(found) = read_json(body).unwrap().input else { panic!("a conversation") };
+        let contents: Vec<&Value> = found.messages.iter().map(|message| &message["content"]).collect();
+        assert_eq!(contents, ["a", "b", "c", "d"]);
+        assert_eq!(found.messages[1]["tool_calls"][0]["id"], "c");
     }
 
     #[test]
