@@ -81,6 +81,34 @@ def test_an_echo_with_log_probabilities_scores_the_prompt(client):
     assert only.text == QUESTION and only.finish_reason == "length" and len(only.logprobs.tokens) == len(tokens)
 
 
+def test_each_choice_has_the_log_probabilities_of_the_echoed_prompt(client):
+    fields = dict(prompt=[PROMPT, QUESTION], n=2, max_tokens=2, temperature=1, seed=3, echo=True, logprobs=1, return_token_ids=True)
+    plain = [choice.model_extra["token_ids"] for choice in complete(client, **fields | {"echo": False}).choices]
+    choices = complete(client, **fields).choices
+    for choice, output in zip(choices, plain):
+        assert choice.logprobs.token_logprobs.count(None) == 1 and choice.logprobs.top_logprobs.count(None) == 1
+        assert choice.model_extra["token_ids"] == output, "the prompt's ids are in prompt_token_ids"
+    assert choices[1].logprobs.tokens[:2] == choices[0].logprobs.tokens[:2] != choices[2].logprobs.tokens[:2]
+    parts = [{"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []} for _ in choices]
+    for chunk in complete(client, stream=True, **fields):
+        for name, values in parts[chunk.choices[0].index].items():
+            values.extend(getattr(chunk.choices[0].logprobs, name))
+    assert parts == [{name: getattr(choice.logprobs, name) for name in parts[0]} for choice in choices]
+
+
+def test_an_echo_and_prompt_log_probabilities_list_as_many_tokens_as_each_asks_for(client):
+    for echoed, prompt in [(1, 3), (3, 1)]:
+        both = complete(client, max_tokens=1, echo=True, logprobs=echoed, prompt_logprobs=prompt).choices[0]
+        assert both.logprobs == complete(client, max_tokens=1, echo=True, logprobs=echoed).choices[0].logprobs
+        alone = complete(client, max_tokens=1, prompt_logprobs=prompt).choices[0]
+        assert both.model_extra["prompt_logprobs"] == alone.model_extra["prompt_logprobs"]
+
+
+def test_prompt_log_probabilities_are_not_lost_where_the_text_begins_late(client):
+    held = complete(client, prompt_logprobs=1, stop=[text(client, max_tokens=2) + "never"])
+    assert len(held.choices[0].model_extra["prompt_logprobs"]) == len(ids(client, PROMPT))
+
+
 def test_prompt_log_probabilities_have_vllms_form(client):
     choice = complete(client, prompt=PROMPT, max_tokens=1, prompt_logprobs=2).choices[0]
     found = choice.model_extra["prompt_logprobs"]

@@ -51,6 +51,13 @@ def test_a_chats_stop_reason_is_null_at_the_models_own_end_also_when_it_is_named
         assert all("stop_reason" not in chunk.choices[0].model_extra for chunk in chunks[:-1])
 
 
+def test_a_chat_has_the_log_probabilities_of_its_prompt_whatever_its_answer_begins_with(client):
+    fields = dict(model="ensemble", max_tokens=8, temperature=0, extra_body={"prompt_logprobs": 1, "return_token_ids": True})
+    for question in ["What is 7 plus 8?", "Hi"]:
+        answer = client.chat.completions.create(messages=[{"role": "user", "content": question}], **fields).model_extra
+        assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"])
+
+
 def test_tokenizer_info_is_the_checkpoints_file(world):
     found = info(world)
     assert found == json.loads((CHECKPOINT / "tokenizer_config.json").read_text())

@@ -21,6 +21,8 @@ pub(crate) struct Piece {
     pub deltas: Vec<ChatDelta>,
     /// The tokens of the text. Models with tensors only have none.
     pub tokens: Vec<TokenLogprob>,
+    /// How many of `tokens`, from the first on, are those of an echoed prompt.
+    pub num_echoed: usize,
     /// Set in the last piece of the choice.
     pub finish: Option<Finish>,
     /// Token counts of the whole choice so far.
@@ -106,6 +108,11 @@ impl Piece {
         Self { index, ..Self::default() }
     }
 
+    /// Whether a client has to get the piece even if it has no text.
+    pub fn says_more_than_text(&self) -> bool {
+        self.finish.is_some() || !self.tokens.is_empty() || self.prompt_logprobs.is_some()
+    }
+
     /// Adds a later piece.
     pub fn join(&mut self, later: Piece) {
         self.usage = later.usage;
@@ -160,7 +167,7 @@ impl Call {
             match self.events.next_event().await {
                 Some(Ok(GenerateEvent::Delta(delta))) => {
                     let piece = self.piece(delta);
-                    if piece.finish.is_some() || !piece.text.is_empty() || !piece.tokens.is_empty() {
+                    if !piece.text.is_empty() || piece.says_more_than_text() {
                         return Some(Ok(piece));
                     }
                 }
@@ -211,7 +218,7 @@ impl Call {
             true => tokens.iter().map(|token| spelled(&options.tokenizer, token)).collect(),
             false => Vec::new(),
         };
-        Piece { index, text, deltas: Vec::new(), tokens, finish, usage, prompt_logprobs }
+        Piece { index, text, tokens, finish, usage, prompt_logprobs, ..Piece::default() }
     }
 }
 

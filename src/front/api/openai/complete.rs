@@ -77,9 +77,6 @@ async fn start(
         (true, Some(prompt)) => TurnPlan::new(turn_format(state, request)?, prompt, request, generator)?,
         _ => TurnPlan::plain(),
     };
-    if request.echo && request.parameters.logprobs.is_some() {
-        request.parameters.prompt_logprobs = request.parameters.prompt_logprobs.or(request.parameters.logprobs);
-    }
     let echoed: Vec<Prompt> = if request.echo { prompts.clone() } else { Vec::new() };
     let started = Instant::now();
     // A template spells the special tokens out.

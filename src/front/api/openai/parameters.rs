@@ -70,6 +70,8 @@ pub(crate) struct Parameters {
     /// `Some(k)`: log-probabilities of the chosen tokens, and of the `k` likeliest.
     pub(super) logprobs: Option<u32>,
     pub(super) prompt_logprobs: Option<u32>,
+    /// The same for a prompt that is echoed with its log-probabilities.
+    pub(super) echoed_logprobs: Option<u32>,
     pub(super) skip_special_tokens: bool,
     pub(super) add_special_tokens: Option<bool>,
     pub(super) truncate_prompt_tokens: Option<usize>,
@@ -142,6 +144,7 @@ impl Parameters {
             bad_words: fields.texts("bad_words", MAX_STOPS, limits)?,
             logprobs: None,
             prompt_logprobs: prompt_logprobs(fields, stream)?,
+            echoed_logprobs: None,
             skip_special_tokens: fields.flag("skip_special_tokens")?.unwrap_or(true),
             add_special_tokens: fields.flag("add_special_tokens")?,
             truncate_prompt_tokens: truncation(fields)?,
@@ -242,10 +245,17 @@ impl Parameters {
                 reasoning: self.reasoning.clone(),
             },
             text: Some(TextOptions { skip_special_tokens: self.skip_special_tokens }),
-            prompt_logprobs: self.prompt_logprobs.filter(|_| first.is_multiple_of(self.n)),
+            prompt_logprobs: self.computed_prompt_logprobs(first),
             priority_offset: self.priority,
             ..GenerateRequest::default()
         })
+    }
+
+    /// `Some(k)`: the request for the choices from number `first` on computes the log-probabilities of the prompt, with the `k`
+    /// likeliest tokens. The choices of a prompt share those of the first one, except in a stream, where each begins by itself.
+    fn computed_prompt_logprobs(&self, first: usize) -> Option<u32> {
+        let has_them = first.is_multiple_of(self.n) || self.stream;
+        self.prompt_logprobs.max(self.echoed_logprobs).filter(|_| has_them)
     }
 
     /// Number of requests to the model for each prompt.

@@ -31,7 +31,10 @@ pub(crate) struct Head {
     created: u64,
     /// The start of every chunk, up to its choices.
     chunk: String,
-    lists_logprobs: bool,
+    /// Number of likeliest tokens that are listed for each token; `None` without log-probabilities.
+    logprobs: Option<u32>,
+    /// The same for the prompt.
+    prompt_logprobs: Option<u32>,
     return_token_ids: bool,
     include_usage: bool,
     continuous_usage: bool,
@@ -66,7 +69,8 @@ impl Head {
             model: model.to_owned(),
             created,
             chunk,
-            lists_logprobs: parameters.logprobs.is_some(),
+            logprobs: parameters.logprobs,
+            prompt_logprobs: parameters.prompt_logprobs,
             return_token_ids: parameters.return_token_ids,
             include_usage: parameters.include_usage,
             continuous_usage: parameters.continuous_usage,
@@ -100,7 +104,7 @@ impl Head {
             fields.insert("stop_reason".to_owned(), json!(stop));
         }
         if self.return_token_ids {
-            let ids: Vec<u32> = piece.tokens.iter().map(|token| token.id).collect();
+            let ids: Vec<u32> = piece.tokens[piece.num_echoed..].iter().map(|token| token.id).collect();
             fields.insert("token_ids".to_owned(), json!(ids));
         }
     }
@@ -112,6 +116,11 @@ impl Head {
             (None, true) => format!("{},\"choices\":{choices},\"usage\":null}}\n\n", self.chunk).into(),
             (None, false) => format!("{},\"choices\":{choices}}}\n\n", self.chunk).into(),
         }
+    }
+
+    /// The tokens of the prompt of a choice, where the client asked for token ids.
+    fn prompt_token_ids(&self, choice: usize) -> Option<&[u32]> {
+        self.prompts.get(choice / self.n.max(1)).filter(|_| self.return_token_ids).map(|prompt| &**prompt)
     }
 
     /// Token counts. The prompt counts once for all of its choices.
@@ -129,37 +138,40 @@ impl Head {
     }
 
     fn logprobs_of(&self, piece: &Piece, offset: usize) -> Value {
-        match (self.lists_logprobs, self.is_chat) {
+        match (self.logprobs.is_some(), self.is_chat) {
             (false, _) => Value::Null,
             (true, true) => json!({"content": piece.tokens.iter().map(chat_logprob).collect::<Vec<_>>()}),
             (true, false) => completion_logprobs(&piece.tokens, offset),
         }
     }
 
-    /// vLLM's form: for each token of the prompt an object from token ids to log-probabilities; null for the first.
-    fn prompt_logprobs(&self, prompt: usize, found: &[PromptLogprob]) -> Value {
-        let (Some(tokens), Some(tokenizer)) = (self.prompts.get(prompt), &self.tokenizer) else { return Value::Null };
+    /// vLLM's form: for each token of the prompt an object from token ids to log-probabilities; null for the first. `None`
+    /// where the client did not ask for them.
+    fn prompt_logprobs(&self, prompt: usize, found: Option<&[PromptLogprob]>) -> Option<Value> {
+        let (count, found) = (self.prompt_logprobs? as usize, found?);
+        let (tokens, tokenizer) = (self.prompts.get(prompt)?, self.tokenizer.as_ref()?);
         let entry = |id: u32, logprob: f32, rank: u32| {
             let text = token_text(tokenizer, TokenId(id));
             (id.to_string(), json!({"logprob": finite(logprob), "rank": rank, "decoded_token": text}))
         };
         let of_token = |(&id, found): (&u32, &PromptLogprob)| {
-            let top = (1..).zip(&found.top).map(|(rank, &(token, logprob))| entry(token.0, logprob, rank));
+            let top = (1..).zip(&found.top).take(count).map(|(rank, &(token, logprob))| entry(token.0, logprob, rank));
             let own = entry(id, found.logprob, found.rank);
             Value::Object(std::iter::once(own).chain(top).collect())
         };
         let rest = tokens.iter().skip(1).zip(found).map(of_token);
-        std::iter::once(Value::Null).chain(rest).collect()
+        Some(std::iter::once(Value::Null).chain(rest).collect())
     }
 
     /// The tokens of a prompt with their log-probabilities, as the start of an echoed choice.
     pub fn echoed_tokens(&self, prompt: usize, found: Option<&[PromptLogprob]>) -> Vec<TokenLogprob> {
         let (Some(tokens), Some(tokenizer)) = (self.prompts.get(prompt), &self.tokenizer) else { return Vec::new() };
         let spelling = |id: u32| Spelling::of(tokenizer, TokenId(id));
+        let count = self.logprobs.unwrap_or(0) as usize;
         let token = |(at, &id): (usize, &u32)| {
             let found = at.checked_sub(1).and_then(|at| found?.get(at));
             let top = found.map(|found| &*found.top).unwrap_or_default();
-            let top = top.iter().map(|&(token, logprob)| (spelling(token.0), logprob)).collect();
+            let top = top.iter().take(count).map(|&(token, logprob)| (spelling(token.0), logprob)).collect();
             TokenLogprob { spelling: spelling(id), id, logprob: found.map(|found| found.logprob), top }
         };
         tokens.iter().enumerate().map(token).collect()
@@ -170,7 +182,7 @@ impl Head {
 pub(crate) struct OpenAiFormat {
     pub(super) head: Head,
     pub(super) echo: Echo,
-    /// By choice: the last usage, whether a piece was sent, and the characters of text that were sent.
+    /// By choice: the last usage, whether a piece was sent, and the characters of the tokens that were sent.
     sent: Vec<(Piece, bool, usize)>,
 }
 
@@ -188,21 +200,26 @@ impl OpenAiFormat {
         Self { head, echo, sent: (0..count).map(|index| (Piece::empty(index), false, 0)).collect() }
     }
 
-    /// Puts the prompt before the first piece of a choice.
-    fn add_echo(&self, piece: &mut Piece) {
+    /// Puts the prompt before the first piece of a choice. `found` are the log-probabilities of the prompt.
+    fn add_echo(&self, piece: &mut Piece, found: Option<&[PromptLogprob]>) {
         let prompt = piece.index / self.head.n.max(1);
         let Some(text) = self.echo.texts.get(prompt) else { return };
         piece.text.insert_str(0, text);
         if self.echo.lists_tokens {
-            let found = piece.prompt_logprobs.take();
-            piece.tokens.splice(..0, self.head.echoed_tokens(prompt, found.as_deref()));
+            let tokens = self.head.echoed_tokens(prompt, found);
+            piece.num_echoed = tokens.len();
+            piece.tokens.splice(..0, tokens);
         }
     }
 }
 
 impl AnswerFormat for OpenAiFormat {
     fn whole(&mut self, mut choices: Vec<Piece>) -> Value {
-        choices.iter_mut().for_each(|piece| self.add_echo(piece));
+        let n = self.head.n.max(1);
+        // They come with one choice of each prompt, and belong to all of them.
+        let prompt_logprobs = |choices: &mut [Piece]| choices.iter_mut().find_map(|piece| piece.prompt_logprobs.take());
+        let found: Vec<Option<Vec<PromptLogprob>>> = choices.chunks_mut(n).map(prompt_logprobs).collect();
+        choices.iter_mut().for_each(|piece| self.add_echo(piece, found[piece.index / n].as_deref()));
         let head = &self.head;
         let choice = |piece: &mut Piece| {
             let (name, value) = match head.is_chat {
@@ -210,13 +227,15 @@ impl AnswerFormat for OpenAiFormat {
                 false => ("text", json!(piece.text)),
             };
             let mut choice = head.choice(piece, name, value, 0);
-            if let Some(prompt) =
-                head.prompts.get(piece.index / head.n.max(1)).filter(|_| head.return_token_ids && !head.is_chat)
-            {
-                choice["prompt_token_ids"] = json!(**prompt);
+            if head.is_chat {
+                return choice;
             }
-            if let Some(found) = piece.prompt_logprobs.as_ref().filter(|_| !head.is_chat) {
-                choice["prompt_logprobs"] = head.prompt_logprobs(piece.index / head.n.max(1), found);
+            if let Some(prompt) = head.prompt_token_ids(piece.index) {
+                choice["prompt_token_ids"] = json!(prompt);
+            }
+            let found = found[piece.index / n].as_deref().filter(|_| piece.index.is_multiple_of(n));
+            if let Some(found) = head.prompt_logprobs(piece.index / n, found) {
+                choice["prompt_logprobs"] = found;
             }
             choice
         };
@@ -227,13 +246,12 @@ impl AnswerFormat for OpenAiFormat {
             "system_fingerprint": FINGERPRINT, "choices": choices_json, "usage": head.usage(&choices),
         });
         // A chat has one prompt, whose tokens are not those of a choice.
-        if let Some(found) = choices.iter().find_map(|piece| piece.prompt_logprobs.as_ref()).filter(|_| head.is_chat) {
-            answer["prompt_logprobs"] = head.prompt_logprobs(0, found);
+        let found = found.first().filter(|_| head.is_chat).and_then(|found| found.as_deref());
+        if let Some(found) = head.prompt_logprobs(0, found) {
+            answer["prompt_logprobs"] = found;
         }
-        if head.return_token_ids
-            && let Some(prompt) = head.prompts.first()
-        {
-            answer["prompt_token_ids"] = json!(**prompt);
+        if let Some(prompt) = head.prompt_token_ids(0) {
+            answer["prompt_token_ids"] = json!(prompt);
         }
         answer
     }
@@ -251,16 +269,14 @@ impl AnswerFormat for OpenAiFormat {
 
     fn piece(&mut self, mut piece: Piece) -> Bytes {
         if !self.sent[piece.index].1 {
-            self.add_echo(&mut piece);
+            let found = piece.prompt_logprobs.take();
+            self.add_echo(&mut piece, found.as_deref());
         }
         let (last, has_begun, offset) = &mut self.sent[piece.index];
         *has_begun = true;
         last.usage = piece.usage;
         let begin = *offset;
-        *offset += match self.head.is_chat {
-            true => 0,
-            false => piece.text.chars().count(),
-        };
+        *offset += piece.tokens.iter().map(|token| token.spelling.text.chars().count()).sum::<usize>();
         let (name, value) = match self.head.is_chat {
             true => ("delta", delta_json(std::mem::take(&mut piece.deltas), &self.head.unique, piece.index)),
             false => ("text", json!(piece.text)),

@@ -15,6 +15,8 @@ use crate::transport::budget::Charge;
 
 /// Times that an echoed prompt is in an answer while that is written.
 const ECHO_COPIES: usize = 3;
+/// Memory of a log-probability of an echoed token while the answer is written, for each byte of the prompt.
+const ECHOED_LOGPROB_BYTES: usize = 64;
 
 /// A request for completions.
 #[derive(Debug, Clone, PartialEq)]
@@ -68,6 +70,7 @@ impl CompletionRequest {
             parameters.max_tokens = Some(max_tokens.unwrap_or(COMPLETION_TOKENS));
             parameters.logprobs = num_logprobs(&mut fields, "logprobs")?;
             echo = fields.flag("echo")?.unwrap_or(false);
+            parameters.echoed_logprobs = parameters.logprobs.filter(|_| echo);
             fields.refuse_unless("suffix", |suffix| suffix == "", "models continue a prompt, they do not fill gaps")?;
         }
         // They are for the provider's accounting and change no answer.
@@ -102,14 +105,15 @@ pub(super) fn charge_prompts(
     request: &CompletionRequest,
     prompts: &[Prompt],
 ) -> Result<(), ApiError> {
-    let Parameters { n, stop, .. } = &request.parameters;
+    let Parameters { n, stop, echoed_logprobs, .. } = &request.parameters;
     let count = prompts.len() * n;
     limits.check(Limit::Sequences, count).map_err(|error| ApiError::of_field("n", error.message))?;
     let num_bytes: usize = prompts.iter().map(Prompt::num_bytes).sum();
     // Each choice has its own copy of the prompt and the stop strings at some time; an echo is part of the answer.
     let copies = if request.echo { 1 + ECHO_COPIES } else { 1 };
+    let logprobs = echoed_logprobs.map_or(0, |top| (1 + top as usize) * ECHOED_LOGPROB_BYTES);
     let stop_bytes: usize = stop.iter().map(String::len).sum();
-    charge.add(n.saturating_mul(num_bytes).saturating_mul(copies).saturating_add(count * stop_bytes))?;
+    charge.add(n.saturating_mul(num_bytes).saturating_mul(copies + logprobs).saturating_add(count * stop_bytes))?;
     Ok(())
 }
 

@@ -41,8 +41,7 @@ pub(crate) fn divided(
     let mut turns: Vec<Turn> = requests.into_iter().map(turn).collect();
     choices.filter_map(move |piece| {
         let piece = piece.map(|piece| turns[piece.index].divide(piece, &options));
-        let says_something =
-            |piece: &Piece| !piece.deltas.is_empty() || piece.finish.is_some() || !piece.tokens.is_empty();
+        let says_something = |piece: &Piece| !piece.deltas.is_empty() || piece.says_more_than_text();
         std::future::ready(Some(piece).filter(|piece| piece.as_ref().map_or(true, says_something)))
     })
 }
