@@ -105,7 +105,7 @@ def test_answers_with_tools_logprobs_and_chunks_are_as_described(world):
         status, answer = post(world, "/v1/chat/completions", body)
         assert status == 200
         check("Chat", json.loads(answer))
-    for body in (chat | {"logprobs": True, "max_tokens": 4, "stream_options": {"include_usage": True}}, demanded):
+    for body in (chat | {"logprobs": True, "return_token_ids": True, "max_tokens": 4, "stream_options": {"include_usage": True}}, demanded):
         _, answer = post(world, "/v1/chat/completions", body | {"stream": True})
         events = [line[6:] for line in answer.splitlines() if line.startswith("data: ")]
         assert events.pop() == "[DONE]" and events

@@ -51,6 +51,21 @@ def test_a_chats_stop_reason_is_null_at_the_models_own_end_also_when_it_is_named
         assert all("stop_reason" not in chunk.choices[0].model_extra for chunk in chunks[:-1])
 
 
+def test_a_stream_begins_with_the_ids_of_the_prompt(client):
+    fields = dict(model="ensemble", max_tokens=4, temperature=0, n=2, extra_body={"return_token_ids": True})
+    prompts = ["The captain", "Once upon a time"]
+    whole = client.completions.create(prompt=prompts, **fields).choices
+    found = [[], [], [], []]
+    for chunk in client.completions.create(prompt=prompts, stream=True, **fields):
+        found[chunk.choices[0].index].append(chunk.choices[0].model_extra.get("prompt_token_ids"))
+    assert [ids[0] for ids in found] == [choice.model_extra["prompt_token_ids"] for choice in whole]
+    assert not any(any(ids[1:]) for ids in found)
+    whole = client.chat.completions.create(messages=QUESTION, **fields)
+    first, *others = client.chat.completions.create(messages=QUESTION, stream=True, **fields)
+    assert first.model_extra["prompt_token_ids"] == whole.model_extra["prompt_token_ids"]
+    assert not any("prompt_token_ids" in chunk.model_extra for chunk in others)
+
+
 def test_a_chat_has_the_log_probabilities_of_its_prompt_whatever_its_answer_begins_with(client):
     fields = dict(model="ensemble", max_tokens=8, temperature=0, extra_body={"prompt_logprobs": 1, "return_token_ids": True})
     for question in ["What is 7 plus 8?", "Hi"]:

@@ -109,12 +109,14 @@ impl Head {
         }
     }
 
-    fn event(&self, choices: &[Value], usage: Option<Value>) -> Bytes {
+    /// A chunk. `prompt`: the tokens of the prompt, where the chunk has them.
+    fn event(&self, choices: &[Value], usage: Option<Value>, prompt: Option<&[u32]>) -> Bytes {
         let choices = Value::from(choices);
+        let prompt = prompt.map_or_else(String::new, |prompt| format!(",\"prompt_token_ids\":{}", json!(prompt)));
         match (usage, self.include_usage) {
-            (Some(usage), _) => format!("{},\"choices\":{choices},\"usage\":{usage}}}\n\n", self.chunk).into(),
-            (None, true) => format!("{},\"choices\":{choices},\"usage\":null}}\n\n", self.chunk).into(),
-            (None, false) => format!("{},\"choices\":{choices}}}\n\n", self.chunk).into(),
+            (Some(usage), _) => format!("{},\"choices\":{choices}{prompt},\"usage\":{usage}}}\n\n", self.chunk).into(),
+            (None, true) => format!("{},\"choices\":{choices}{prompt},\"usage\":null}}\n\n", self.chunk).into(),
+            (None, false) => format!("{},\"choices\":{choices}{prompt}}}\n\n", self.chunk).into(),
         }
     }
 
@@ -256,19 +258,21 @@ impl AnswerFormat for OpenAiFormat {
         answer
     }
 
-    /// The first chunk of each choice of a chat has the role.
+    /// The first chunk of each choice of a chat has the role; the first one of all has the tokens of the prompt.
     fn begin(&mut self) -> Bytes {
         let mut events = Vec::new();
         for index in (0..self.sent.len()).filter(|_| self.head.is_chat) {
             let delta = json!({"role": "assistant", "content": ""});
             let choice = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null});
-            events.extend_from_slice(&self.head.event(&[choice], None));
+            let prompt = self.head.prompt_token_ids(0).filter(|_| index == 0);
+            events.extend_from_slice(&self.head.event(&[choice], None, prompt));
         }
         events.into()
     }
 
     fn piece(&mut self, mut piece: Piece) -> Bytes {
-        if !self.sent[piece.index].1 {
+        let is_first = !self.sent[piece.index].1;
+        if is_first {
             let found = piece.prompt_logprobs.take();
             self.add_echo(&mut piece, found.as_deref());
         }
@@ -281,16 +285,19 @@ impl AnswerFormat for OpenAiFormat {
             true => ("delta", delta_json(std::mem::take(&mut piece.deltas), &self.head.unique, piece.index)),
             false => ("text", json!(piece.text)),
         };
-        let choice = self.head.choice(&piece, name, value, begin);
+        let mut choice = self.head.choice(&piece, name, value, begin);
+        if let Some(prompt) = self.head.prompt_token_ids(piece.index).filter(|_| is_first && !self.head.is_chat) {
+            choice["prompt_token_ids"] = json!(prompt);
+        }
         let usage = self.head.continuous_usage.then(|| self.head.usage(std::slice::from_ref(&piece)));
-        self.head.event(&[choice], usage)
+        self.head.event(&[choice], usage, None)
     }
 
     fn end(&mut self, has_failed: bool) -> Bytes {
         let mut events = Vec::new();
         if self.head.include_usage && !has_failed {
             let totals: Vec<Piece> = self.sent.iter().map(|(piece, ..)| piece.clone()).collect();
-            events.extend_from_slice(&self.head.event(&[], Some(self.head.usage(&totals))));
+            events.extend_from_slice(&self.head.event(&[], Some(self.head.usage(&totals)), None));
         }
         events.extend_from_slice(b"data: [DONE]\n\n");
         events.into()
