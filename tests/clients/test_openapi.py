@@ -25,6 +25,7 @@ SAMPLES = {
     "response_format": {"type": "text"}, "structured_outputs": {"regex": "a+"}, "guided_json": {"type": "integer"}, "guided_json_object": True,
     "guided_regex": "a+", "guided_choice": ["a"], "guided_grammar": 'start: "a"', "guided_decoding_backend": "auto", "json_schema": {"type": "integer"},
     "regex": "a+", "ebnf": 'start: "a"', "user": "u", "metadata": {}, "store": False, "service_tier": "auto", "safety_identifier": "u", "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h", "prompt_cache_options": {}, "cache_control": {"type": "ephemeral"},
     "prompt": "x", "max_tokens": 2, "echo": True, "suffix": "", "best_of": 1, "messages": USER, "max_completion_tokens": 2, "top_logprobs": 1, "tools": [TOOL],
     "tool_choice": "auto", "parallel_tool_calls": True, "include_reasoning": True, "reasoning_effort": "low", "modalities": ["text"], "chat_template": "default",
     "chat_template_kwargs": {}, "documents": [], "add_generation_prompt": True, "continue_final_message": False, "input": "x", "instructions": "x",

@@ -94,7 +94,7 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
     conversation.add_generation_prompt = !is_prefilled;
     let spec = output_config(&mut fields, &mut conversation)?;
     parameters.for_one_turn("output_config", spec)?;
-    fields.ignore(&["metadata", "service_tier", "anthropic_version"]);
+    fields.ignore(&["metadata", "service_tier", "anthropic_version", "cache_control"]);
     fields.finish(unknown)?;
     Ok(CompletionRequest {
         model,
@@ -335,6 +335,8 @@ mod tests {
         let mut body = base;
         body["stop_sequences"] = json!(["x"]);
         body["thinking"] = json!({"type": "enabled", "budget_tokens": 2000});
+        body["output_config"] = json!({"effort": "max"});
+        body["cache_control"] = json!({"type": "ephemeral"});
         let request = read_json(body).unwrap();
         assert!(request.includes_reasoning && request.parameters.stop == ["x"]);
     }

@@ -12,7 +12,7 @@ use crate::state::State;
 /// Longest chat template of a request in bytes.
 const MAX_TEMPLATE_BYTES: usize = 256 << 10;
 /// Values of `reasoning_effort`.
-const EFFORTS: [&str; 6] = ["none", "minimal", "low", "medium", "high", "xhigh"];
+const EFFORTS: [&str; 7] = ["none", "minimal", "low", "medium", "high", "xhigh", "max"];
 
 impl Conversation {
     /// Reads the fields of a conversation. Text alone counts as the user's message, as LMDeploy's clients send it.

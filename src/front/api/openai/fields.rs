@@ -6,6 +6,17 @@ use serving::{Limit, Limits};
 use super::error::ApiError;
 use crate::chat::UnknownFields;
 
+/// Fields of OpenAI's endpoints for the accounting and the prompt cache of a provider. They change no answer.
+pub(super) const FOR_THE_PROVIDER: [&str; 8] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+];
 /// Maximum number of values in a body, on all levels together.
 const MAX_VALUES: usize = 1 << 20;
 /// Unknown fields that a line of the log names at most.

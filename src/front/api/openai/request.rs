@@ -4,7 +4,7 @@ use serde_json::Value;
 use serving::{Limit, Limits};
 
 use super::error::ApiError;
-use super::fields::{Fields, check};
+use super::fields::{FOR_THE_PROVIDER, Fields, check};
 use super::parameter_fields::{num_logprobs, token_count};
 use super::parameters::{COMPLETION_TOKENS, Parameters};
 use super::prompt::{Prompt, read_prompts};
@@ -73,8 +73,7 @@ impl CompletionRequest {
             parameters.echoed_logprobs = parameters.logprobs.filter(|_| echo);
             fields.refuse_unless("suffix", |suffix| suffix == "", "models continue a prompt, they do not fill gaps")?;
         }
-        // They are for the provider's accounting and change no answer.
-        fields.ignore(&["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]);
+        fields.ignore(&FOR_THE_PROVIDER);
         fields.finish(unknown)?;
         let ends_named_call_with_stop = true;
         Ok(Self { model, input, parameters, echo, tools, includes_reasoning, ends_named_call_with_stop, is_chat })

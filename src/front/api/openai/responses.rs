@@ -11,7 +11,7 @@ use serving::{Limit, Limits};
 use super::complete::{self, ChatRun};
 use super::conversation::{check_messages, set_effort};
 use super::error::ApiError;
-use super::fields::{Fields, check, tree_bytes};
+use super::fields::{FOR_THE_PROVIDER, Fields, check, tree_bytes};
 use super::guide;
 use super::parameter_fields::{num_logprobs, token_count};
 use super::parameters::Parameters;
@@ -73,7 +73,7 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields) -> Result<(Complet
     echoed.text = fields.peek("text").cloned().unwrap_or_else(|| json!({"format": {"type": "text"}}));
     let spec = read_text(&mut fields)?;
     parameters.for_one_turn("text", spec)?;
-    fields.ignore(&["user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"]);
+    fields.ignore(&FOR_THE_PROVIDER);
     fields.finish(unknown)?;
     let request = CompletionRequest {
         model,
@@ -110,7 +110,6 @@ fn refuse_storage(fields: &mut Fields) -> Result<(), ApiError> {
     fields.refuse_unless("conversation", |_| false, why)?;
     fields.refuse_unless("background", |value| value == false, why)?;
     fields.refuse_unless("truncation", |value| value == "disabled", "an input that is too long is refused")?;
-    fields.ignore(&["store"]);
     Ok(())
 }
 
