@@ -118,3 +118,5 @@ def test_anthropics_client_gets_a_thinking_block(url):
     assert answer.content[0].type == "thinking" and answer.content[0].thinking
     plain = client.messages.create(model="ensemble", max_tokens=8, messages=QUESTION)
     assert [block.type for block in plain.content] == ["text"]
+    hidden = client.messages.create(model="ensemble", max_tokens=8, messages=QUESTION, thinking={"type": "adaptive", "display": "omitted"})
+    assert [block.type for block in hidden.content] == ["text"] and hidden.usage.output_tokens == 8

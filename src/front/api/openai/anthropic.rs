@@ -85,9 +85,9 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
         variables: fields.object("chat_template_kwargs")?.unwrap_or_default(),
         ..Conversation::default()
     };
-    let (includes_reasoning, budget) = thinking(&mut fields)?;
-    parameters.thinking_budget = budget;
-    set_thinking(&mut conversation.variables, includes_reasoning);
+    let thinking = thinking(&mut fields)?;
+    parameters.thinking_budget = thinking.budget;
+    set_thinking(&mut conversation.variables, thinking.is_on);
     // A last message of the assistant is the start of the answer.
     let is_prefilled = conversation.messages.last().is_some_and(|message| message["role"] == "assistant");
     conversation.continue_final_message = is_prefilled;
@@ -102,7 +102,7 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
         parameters,
         echo: false,
         tools,
-        includes_reasoning,
+        includes_reasoning: thinking.is_shown,
         ends_named_call_with_stop: false,
         is_chat: true,
     })
@@ -140,20 +140,38 @@ fn output_config(fields: &mut Fields, conversation: &mut Conversation) -> Result
     format.map_or(Ok(None), |format| guide::read_format("output_config.format", format))
 }
 
-/// `thinking`: whether the model reasons before its answer, and for how many tokens at most.
-fn thinking(fields: &mut Fields) -> Result<(bool, Option<ThinkingBudget>), ApiError> {
-    let wrong = |words: String| ApiError::of_field("thinking", words);
-    let Some(given) = fields.object("thinking")? else { return Ok((false, None)) };
-    match given.get("type").and_then(Value::as_str) {
-        Some("disabled") => Ok((false, None)),
-        Some("adaptive") => Ok((true, None)),
-        Some("enabled") => match given.get("budget_tokens").and_then(Value::as_i64) {
-            Some(tokens @ MIN_THINKING_TOKENS..) => {
-                Ok((true, Some(ThinkingBudget { tokens: tokens as usize, is_demanded: false })))
-            }
-            _ => Err(wrong(format!("`thinking.budget_tokens` must be at least {MIN_THINKING_TOKENS}."))),
-        },
-        _ => Err(wrong("`thinking.type` must be enabled, disabled or adaptive.".to_owned())),
+/// `thinking`: whether the model reasons before its answer.
+#[derive(Default)]
+struct Thinking {
+    is_on: bool,
+    /// Whether the answer has the reasoning.
+    is_shown: bool,
+    budget: Option<ThinkingBudget>,
+}
+
+fn thinking(fields: &mut Fields) -> Result<Thinking, ApiError> {
+    let wrong = |words: String| Err(ApiError::of_field("thinking", words));
+    let Some(mut given) = fields.object("thinking")? else { return Ok(Thinking::default()) };
+    given.retain(|_, value| !value.is_null());
+    let (kind, budget) = (given.remove("type"), given.remove("budget_tokens"));
+    let is_shown = match given.remove("display").as_ref().map(|display| display.as_str().unwrap_or_default()) {
+        None | Some("summarized") => true,
+        Some("omitted") => false,
+        Some(_) => return wrong("`thinking.display` must be summarized or omitted.".to_owned()),
+    };
+    if let Some(name) = given.keys().next() {
+        return wrong(format!("`thinking.{}` is not known.", shown(name)));
+    }
+    match (kind.as_ref().and_then(Value::as_str), budget.as_ref().map(Value::as_i64)) {
+        (Some("disabled"), _) => Ok(Thinking::default()),
+        (Some("adaptive"), None) => Ok(Thinking { is_on: true, is_shown, budget: None }),
+        (Some("enabled"), Some(Some(tokens @ MIN_THINKING_TOKENS..))) => {
+            let budget = Some(ThinkingBudget { tokens: tokens as usize, is_demanded: false });
+            Ok(Thinking { is_on: true, is_shown, budget })
+        }
+        (Some("enabled"), _) => wrong(format!("`thinking.budget_tokens` must be at least {MIN_THINKING_TOKENS}.")),
+        (Some("adaptive"), _) => wrong("`thinking.budget_tokens` needs the type enabled.".to_owned()),
+        _ => wrong("`thinking.type` must be enabled, disabled or adaptive.".to_owned()),
     }
 }
 
@@ -324,6 +342,9 @@ mod tests {
                 "block of type `image`",
             ),
             ("thinking", json!({"type": "enabled", "budget_tokens": 5}), "must be at least 1024"),
+            ("thinking", json!({"type": "adaptive", "budget_tokens": 2000}), "needs the type enabled"),
+            ("thinking", json!({"type": "adaptive", "display": "short"}), "must be summarized or omitted"),
+            ("thinking", json!({"type": "adaptive", "effort": "low"}), "`thinking.effort` is not known"),
             ("container", json!("c"), "`container` is not known"),
             ("tool_choice", json!({"type": "any"}), "lists no tool"),
         ] {
@@ -332,6 +353,11 @@ mod tests {
             let error = read_json(body).unwrap_err();
             assert!(error.contains(words), "{field}: {error}");
         }
+        let mut body = base.clone();
+        body["thinking"] = json!({"type": "adaptive", "display": "omitted"});
+        let hidden = read_json(body).unwrap();
+        let Input::Conversation(conversation) = hidden.input else { panic!("a conversation") };
+        assert!(!hidden.includes_reasoning && conversation.variables["enable_thinking"] == true);
         let mut body = base;
         body["stop_sequences"] = json!(["x"]);
         body["thinking"] = json!({"type": "enabled", "budget_tokens": 2000});
