@@ -2,6 +2,7 @@
 
 import openai
 import pytest
+from openai.types.responses import Response
 
 from test_openai import QUESTION, client  # noqa: F401  The fixture starts a world with a chat template.
 from triton_requests import ANSWER
@@ -17,6 +18,7 @@ def test_a_response_has_the_models_text(client):  # noqa: F811
     response = respond(client)
     assert response.output_text == ANSWER and response.status == "completed"
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens > 4
+    Response.model_validate(response.model_dump())  # The client takes answers unchecked; here no field may be missing.
     cut = respond(client, max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
 
@@ -35,6 +37,12 @@ def test_no_message_of_the_assistant_is_lost(client):  # noqa: F811
     question = [{"role": "user", "content": QUESTION_ALONE}]
     last, both = (respond(client, input=question + messages + question).usage.input_tokens for messages in (texts[1:], texts))
     assert both > last + 5
+
+
+def test_a_stream_without_text_has_the_same_output(client):  # noqa: F811
+    whole = respond(client, max_output_tokens=0)
+    *_, last = respond(client, max_output_tokens=0, stream=True)
+    assert [item.content[0].text for item in last.response.output] == [item.content[0].text for item in whole.output] == [""]
 
 
 def test_log_probabilities_are_listed(client):  # noqa: F811

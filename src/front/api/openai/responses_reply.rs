@@ -118,7 +118,7 @@ impl ResponsesFormat {
         let usage = (status != "in_progress").then(|| {
             let Usage { prompt_tokens, cached_tokens, output_tokens, reasoning_tokens } = self.usage;
             json!({
-                "input_tokens": prompt_tokens, "input_tokens_details": {"cached_tokens": cached_tokens},
+                "input_tokens": prompt_tokens, "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": output_tokens, "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
                 "total_tokens": prompt_tokens + output_tokens,
             })
@@ -181,6 +181,14 @@ impl ResponsesFormat {
         self.output.push(value);
     }
 
+    /// Completes the output. An answer without text is an empty message.
+    fn end_output(&mut self, events: &mut Vec<u8>) {
+        if self.output.is_empty() && self.open.is_none() {
+            self.begin_item(Kind::Message, events);
+        }
+        self.close(events);
+    }
+
     /// Begins an item.
     fn begin_item(&mut self, kind: Kind, events: &mut Vec<u8>) {
         self.close(events);
@@ -239,10 +247,7 @@ impl ResponsesFormat {
 impl AnswerFormat for ResponsesFormat {
     fn whole(&mut self, choices: Vec<Piece>) -> Value {
         choices.into_iter().for_each(|piece| drop(self.piece(piece)));
-        if self.output.is_empty() && self.open.is_none() {
-            self.begin_item(Kind::Message, &mut Vec::new());
-        }
-        self.close(&mut Vec::new());
+        self.end_output(&mut Vec::new());
         self.response(self.status(), None)
     }
 
@@ -270,7 +275,7 @@ impl AnswerFormat for ResponsesFormat {
             return Bytes::new();
         }
         let mut events = Vec::new();
-        self.close(&mut events);
+        self.end_output(&mut events);
         let (status, response) = (self.status(), self.response(self.status(), None));
         self.write(&mut events, &format!("response.{status}"), json!({"response": response}));
         events.into()
@@ -341,5 +346,13 @@ mod tests {
             (&json!("incomplete"), &json!("max_output_tokens"))
         );
         assert_eq!(response["output"][0]["content"][0]["text"], "");
+        let mut cut = Piece::empty(0);
+        cut.finish = Some(Finish::Length);
+        let mut format = format();
+        format.piece(cut);
+        let events = String::from_utf8(format.end(false).to_vec()).unwrap();
+        let last = events.lines().rfind(|line| line.starts_with("data: ")).unwrap();
+        let last: Value = serde_json::from_str(&last["data: ".len()..]).unwrap();
+        assert_eq!(last["response"]["output"], response["output"]);
     }
 }
