@@ -82,6 +82,10 @@ def test_several_choices_and_prompts_keep_their_order(client):
     again = client.completions.create(model="ensemble", prompt=["The captain", "Once"], n=2, max_tokens=8, temperature=1.0, seed=5)
     assert [choice.text for choice in drawn.choices] == [choice.text for choice in again.choices]
     assert drawn.choices[0].text != drawn.choices[1].text
+    alone = client.completions.create(model="ensemble", prompt="Once", n=2, max_tokens=8, temperature=1.0, seed=5)
+    assert [choice.text for choice in drawn.choices[2:]] == [choice.text for choice in alone.choices]
+    unseeded = client.completions.create(model="ensemble", prompt=["Once"] * 4, max_tokens=16, temperature=1.5)
+    assert len({choice.text for choice in unseeded.choices}) > 1, "each prompt is drawn by itself"
 
 
 def test_log_probabilities_are_those_of_the_chosen_tokens(client):

@@ -211,7 +211,7 @@ impl Parameters {
             repetition_penalty: self.repetition_penalty.or(defaults.repetition_penalty).unwrap_or(1.0),
             presence_penalty: self.presence_penalty.unwrap_or(0.0),
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
-            seed: self.seed.unwrap_or(self.drawn_seed).wrapping_add(first as u64),
+            seed: self.seed_of(first),
             min_tokens: self.min_tokens.unwrap_or(0),
             end_ids: self.end_ids(generator),
             logit_bias: self.logit_bias.iter().map(|&(token, bias)| (TokenId(token), bias)).collect(),
@@ -256,6 +256,13 @@ impl Parameters {
     fn computed_prompt_logprobs(&self, first: usize) -> Option<u32> {
         let has_them = first.is_multiple_of(self.n) || self.stream;
         self.prompt_logprobs.max(self.echoed_logprobs).filter(|_| has_them)
+    }
+
+    /// The seed of a choice. One that the client gave counts from the first choice of each prompt, so that a prompt in a list
+    /// has the answers that it has alone.
+    pub(super) fn seed_of(&self, choice: usize) -> u64 {
+        let (seed, number) = self.seed.map_or((self.drawn_seed, choice), |seed| (seed, choice % self.n));
+        seed.wrapping_add(number as u64)
     }
 
     /// Number of requests to the model for each prompt.

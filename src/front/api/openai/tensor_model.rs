@@ -101,7 +101,7 @@ fn begin(
                 of_choice.inputs[at].data = data.clone();
             }
             if let Some(at) = seed_at {
-                of_choice.inputs[at].data = seed(config, &request.parameters, &common.inputs[at].name, index as u64)?;
+                of_choice.inputs[at].data = seed(config, &request.parameters, &common.inputs[at].name, index)?;
             }
             let responses = state.server.infer(of_choice)?;
             choices.push(pieces(index, responses, &request.parameters, max_tokens));
@@ -111,8 +111,8 @@ fn begin(
 }
 
 /// The seed of a choice as raw data. Each choice is drawn with its own; a seed makes all of them repeatable.
-fn seed(config: &ModelConfig, parameters: &Parameters, name: &str, index: u64) -> Result<Bytes, ApiError> {
-    let seed = parameters.seed.unwrap_or(parameters.drawn_seed).wrapping_add(index);
+fn seed(config: &ModelConfig, parameters: &Parameters, name: &str, choice: usize) -> Result<Bytes, ApiError> {
+    let seed = parameters.seed_of(choice);
     let input = config.input.iter().find(|input| input.name == name).expect("the request was made for this model");
     let text = match input.data_type() {
         ConfigType::TypeInt64 => seed.cast_signed().to_string(),
