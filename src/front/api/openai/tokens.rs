@@ -110,6 +110,11 @@ pub(super) async fn detokenize(state: &State, headers: &HeaderMap, body: Incomin
     let missing = || ApiError::of_field("tokens", "`tokens` is missing: it is a list of token ids.");
     let tokens = fields.token_ids("tokens", generator.max_sequence_len)?.ok_or_else(missing)?;
     fields.finish(state.config.unknown_fields)?;
+    if let Some(token) = tokens.iter().find(|&&token| token as usize >= generator.vocab_size) {
+        let words =
+            format!("`tokens` has the id {token}, which is outside of the vocabulary 0..{}.", generator.vocab_size);
+        return Err(ApiError::of_field("tokens", words));
+    }
     let text =
         block_in_place_in_turn(tokens.len() * size_of::<u32>(), || generator.tokenizer.decode(&tokens, false)).await;
     Ok(json_reply(&json!({"prompt": text})))
