@@ -143,6 +143,11 @@ impl TurnParser {
         self.deltas.drain_into(out);
     }
 
+    /// Whether the arguments of a call have begun and not ended.
+    pub fn is_in_call(&self) -> bool {
+        matches!(&self.state, State::Call(call) if call.certain)
+    }
+
     /// Whether the text is the first part of the marker that closes the call before it.
     fn is_cut_end(&self, held: &str) -> bool {
         let closes = |action| matches!(action, Action::CloseCall | Action::CloseWrap);

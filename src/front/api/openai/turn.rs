@@ -7,7 +7,7 @@ use futures::StreamExt as _;
 use serde_json::{Map, Value, json};
 use serving::ProgressReporter;
 
-use super::choices::{Choices, Finish, Piece};
+use super::choices::{Choices, Finish, Piece, StoppedAt};
 
 /// How the choices of a chat are divided.
 pub(crate) struct TurnOptions {
@@ -16,6 +16,19 @@ pub(crate) struct TurnOptions {
     /// Whether a turn with a tool call ends with the reason `tool_calls`. A call that the client demanded by name ends with
     /// `stop`.
     pub ends_with_tool_calls: bool,
+    /// Markers of the model's form of a turn, which end a call if they are stop strings.
+    pub markers: Vec<String>,
+}
+
+impl TurnOptions {
+    /// Whether a turn that ends so is cut, `in_call` or elsewhere. A stop string may stand anywhere in the arguments of a call.
+    fn is_cut(&self, finish: &Finish, in_call: bool) -> bool {
+        match finish {
+            Finish::Length => true,
+            Finish::Stop(Some(StoppedAt::Text(stop))) => in_call && !self.markers.contains(stop),
+            Finish::Stop(_) | Finish::ToolCalls => false,
+        }
+    }
 }
 
 /// One choice.
@@ -49,13 +62,13 @@ pub(crate) fn divided(
 impl Turn {
     fn divide(&mut self, mut piece: Piece, options: &TurnOptions) -> Piece {
         let deltas = &mut piece.deltas;
+        let mut is_cut = false;
         match &mut self.parser {
             Some(parser) => {
                 parser.push(&piece.text, deltas);
-                match piece.finish {
-                    Some(Finish::Length) => parser.cut(deltas),
-                    Some(_) => parser.finish(deltas),
-                    None => {}
+                if let Some(finish) = &piece.finish {
+                    is_cut = options.is_cut(finish, parser.is_in_call());
+                    if is_cut { parser.cut(deltas) } else { parser.finish(deltas) }
                 }
             }
             None if piece.text.is_empty() => {}
@@ -70,7 +83,8 @@ impl Turn {
         }
         piece.usage.reasoning_tokens = self.reasoning_tokens;
         self.has_tool_call |= deltas.iter().any(|delta| matches!(delta, ChatDelta::ToolCallStart { .. }));
-        if self.has_tool_call && options.ends_with_tool_calls && matches!(piece.finish, Some(Finish::Stop(_))) {
+        let has_calls = self.has_tool_call && !is_cut;
+        if has_calls && options.ends_with_tool_calls && matches!(piece.finish, Some(Finish::Stop(_))) {
             piece.finish = Some(Finish::ToolCalls);
         }
         if !options.includes_reasoning {
@@ -209,6 +223,33 @@ mod tests {
         assert_eq!(whole["tool_calls"][0]["function"], message["tool_calls"][0]["function"]);
         let only_arguments = delta_json(vec![ChatDelta::ToolCallArguments { index: 3, json: "{".to_owned() }], "x", 0);
         assert_eq!(only_arguments, json!({"tool_calls": [{"index": 3, "function": {"arguments": "{"}}]}));
+    }
+
+    #[test]
+    fn a_stop_string_in_the_arguments_of_a_call_cuts_it() {
+        let format = chat_format::ChatFormat::named("qwen3_coder").unwrap();
+        let options = TurnOptions {
+            includes_reasoning: true,
+            ends_with_tool_calls: true,
+            markers: format.special_tokens().to_vec(),
+        };
+        let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}});
+        let tools = [chat_format::ToolSchema { name: "f".to_owned(), parameters, strict: true }];
+        let stopped = |text: &str, stop: Option<&str>| {
+            let parser = Some(format.parser(chat_format::TurnStart::Content, &tools));
+            let mut turn = Turn { parser, has_tool_call: false, num_tokens: 0, reasoning_tokens: 0, request: None };
+            let finish = Some(Finish::Stop(stop.map(|stop| StoppedAt::Text(stop.to_owned()))));
+            let piece = turn.divide(Piece { text: text.to_owned(), finish, ..Piece::default() }, &options);
+            (Message::of(piece.deltas, "x", 0).tool_calls[0].arguments.clone(), piece.finish.unwrap())
+        };
+        let text = "<tool_call><function=f><parameter=city>\nRo";
+        let (arguments, finish) = stopped(text, Some("me"));
+        assert!(serde_json::from_str::<Value>(&arguments).is_err(), "{arguments}");
+        assert_eq!(finish, Finish::Stop(Some(StoppedAt::Text("me".to_owned()))));
+        let whole = ("{\"city\": \"Ro\"}".to_owned(), Finish::ToolCalls);
+        assert_eq!(stopped(&format!("{text}\n</parameter>"), Some("</function>")), whole);
+        assert_eq!(stopped(&format!("{text}\n</parameter></function>"), Some("me")), whole);
+        assert_eq!(stopped(text, None), whole);
     }
 
     #[test]

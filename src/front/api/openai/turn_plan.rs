@@ -135,6 +135,7 @@ impl TurnPlan {
         let options = TurnOptions {
             includes_reasoning: request.includes_reasoning,
             ends_with_tool_calls: !(is_named && request.ends_named_call_with_stop),
+            markers: self.format.as_ref().map_or_else(Vec::new, |format| format.special_tokens().to_vec()),
         };
         Box::pin(divided(choices, requests, options, move || self.parser()))
     }
