@@ -93,8 +93,8 @@ impl AnthropicFormat {
 }
 
 impl AnswerFormat for AnthropicFormat {
-    fn whole(&mut self, choices: Vec<Piece>) -> Value {
-        let Some(piece) = choices.into_iter().next() else { return Value::Null };
+    fn whole(&mut self, choices: Vec<Piece>) -> Vec<u8> {
+        let piece = choices.into_iter().next().unwrap_or_default();
         let Message { reasoning, content, tool_calls } = Message::of(piece.deltas, self.unique(), 0);
         let mut blocks = Vec::new();
         if !reasoning.is_empty() {
@@ -104,7 +104,7 @@ impl AnswerFormat for AnthropicFormat {
             blocks.push(json!({"type": "text", "text": content}));
         }
         blocks.extend(tool_calls.into_iter().map(tool_use));
-        self.message(blocks, piece.finish.as_ref(), piece.usage)
+        self.message(blocks, piece.finish.as_ref(), piece.usage).to_string().into_bytes()
     }
 
     fn begin(&mut self) -> Bytes {
@@ -238,7 +238,7 @@ mod tests {
     fn a_whole_message_has_the_same_blocks() {
         let mut whole = Piece::empty(0);
         pieces().into_iter().for_each(|piece| whole.join(piece));
-        let message = format().whole(vec![whole]);
+        let message: Value = serde_json::from_slice(&format().whole(vec![whole])).unwrap();
         let kinds: Vec<&str> =
             message["content"].as_array().unwrap().iter().map(|block| block["type"].as_str().unwrap()).collect();
         assert_eq!(kinds, ["thinking", "text", "tool_use"]);

@@ -12,6 +12,9 @@ use text::{Detokenizer, Tokenizer};
 /// Pieces of all choices, in the order in which they are generated.
 pub(crate) type Choices = SelectAll<BoxStream<'static, Result<Piece, InferError>>>;
 
+/// About how many bytes a token has with its log-probability in an answer.
+const LOGPROB_BYTES: usize = 64;
+
 /// A part of one choice.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Piece {
@@ -106,6 +109,13 @@ impl Piece {
     /// A choice without text.
     pub fn empty(index: usize) -> Self {
         Self { index, ..Self::default() }
+    }
+
+    /// About how many bytes the piece has in an answer.
+    pub fn num_bytes(&self) -> usize {
+        let of_tokens: usize = self.tokens.iter().map(|token| 1 + token.top.len()).sum();
+        let of_prompt: usize = self.prompt_logprobs.iter().flatten().map(|found| 1 + found.top.len()).sum();
+        self.text.len() + (of_tokens + of_prompt) * LOGPROB_BYTES
     }
 
     /// Whether a client has to get the piece even if it has no text.

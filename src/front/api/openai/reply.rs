@@ -202,60 +202,79 @@ impl OpenAiFormat {
         Self { head, echo, sent: (0..count).map(|index| (Piece::empty(index), false, 0)).collect() }
     }
 
-    /// Puts the prompt before the first piece of a choice. `found` are the log-probabilities of the prompt.
-    fn add_echo(&self, piece: &mut Piece, found: Option<&[PromptLogprob]>) {
-        let prompt = piece.index / self.head.n.max(1);
-        let Some(text) = self.echo.texts.get(prompt) else { return };
-        piece.text.insert_str(0, text);
-        if self.echo.lists_tokens {
-            let tokens = self.head.echoed_tokens(prompt, found);
+    /// The tokens of a prompt that is echoed with its tokens; none otherwise. `found` are its log-probabilities.
+    fn echoed_tokens(&self, prompt: usize, found: Option<&[PromptLogprob]>) -> Vec<TokenLogprob> {
+        let is_listed = self.echo.lists_tokens && prompt < self.echo.texts.len();
+        if is_listed { self.head.echoed_tokens(prompt, found) } else { Vec::new() }
+    }
+
+    /// Puts the prompt with its `tokens` before the first piece of a choice.
+    fn add_echo(&self, piece: &mut Piece, tokens: &[TokenLogprob]) {
+        if let Some(text) = self.echo.texts.get(piece.index / self.head.n.max(1)) {
+            piece.text.insert_str(0, text);
             piece.num_echoed = tokens.len();
-            piece.tokens.splice(..0, tokens);
+            piece.tokens.splice(..0, tokens.iter().cloned());
         }
+    }
+
+    /// A choice of a whole answer. `found` are the log-probabilities of its prompt.
+    fn whole_choice(&self, piece: &mut Piece, found: Option<&[PromptLogprob]>) -> Value {
+        let (head, n) = (&self.head, self.head.n.max(1));
+        let (name, value) = match head.is_chat {
+            true => ("message", Message::of(std::mem::take(&mut piece.deltas), &head.unique, piece.index).json()),
+            false => ("text", json!(piece.text)),
+        };
+        let mut choice = head.choice(piece, name, value, 0);
+        if head.is_chat {
+            return choice;
+        }
+        if let Some(prompt) = head.prompt_token_ids(piece.index) {
+            choice["prompt_token_ids"] = json!(prompt);
+        }
+        let found = found.filter(|_| piece.index.is_multiple_of(n));
+        if let Some(found) = head.prompt_logprobs(piece.index / n, found) {
+            choice["prompt_logprobs"] = found;
+        }
+        choice
     }
 }
 
 impl AnswerFormat for OpenAiFormat {
-    fn whole(&mut self, mut choices: Vec<Piece>) -> Value {
-        let n = self.head.n.max(1);
-        // They come with one choice of each prompt, and belong to all of them.
-        let prompt_logprobs = |choices: &mut [Piece]| choices.iter_mut().find_map(|piece| piece.prompt_logprobs.take());
-        let found: Vec<Option<Vec<PromptLogprob>>> = choices.chunks_mut(n).map(prompt_logprobs).collect();
-        choices.iter_mut().for_each(|piece| self.add_echo(piece, found[piece.index / n].as_deref()));
-        let head = &self.head;
-        let choice = |piece: &mut Piece| {
-            let (name, value) = match head.is_chat {
-                true => ("message", Message::of(std::mem::take(&mut piece.deltas), &head.unique, piece.index).json()),
-                false => ("text", json!(piece.text)),
-            };
-            let mut choice = head.choice(piece, name, value, 0);
-            if head.is_chat {
-                return choice;
-            }
-            if let Some(prompt) = head.prompt_token_ids(piece.index) {
-                choice["prompt_token_ids"] = json!(prompt);
-            }
-            let found = found[piece.index / n].as_deref().filter(|_| piece.index.is_multiple_of(n));
-            if let Some(found) = head.prompt_logprobs(piece.index / n, found) {
-                choice["prompt_logprobs"] = found;
-            }
-            choice
-        };
-        let choices_json: Vec<Value> = choices.iter_mut().map(choice).collect();
+    /// The choices are written one by one: as values, those of an answer with log-probabilities are many times larger.
+    fn whole(&mut self, mut choices: Vec<Piece>) -> Vec<u8> {
+        let (head, n) = (&self.head, self.head.n.max(1));
         let object = if head.is_chat { "chat.completion" } else { "text_completion" };
-        let mut answer = json!({
+        let common = json!({
             "id": head.id, "object": object, "created": head.created, "model": head.model,
-            "system_fingerprint": FINGERPRINT, "choices": choices_json, "usage": head.usage(&choices),
+            "system_fingerprint": FINGERPRINT,
         });
+        let mut answer = common.to_string();
+        answer.pop(); // The object goes on with the choices.
+        let usage = head.usage(&choices);
+        let mut of_chat = None;
+        for of_prompt in choices.chunks_mut(n) {
+            // They come with one choice of each prompt, and belong to all of them.
+            let found = of_prompt.iter_mut().find_map(|piece| piece.prompt_logprobs.take());
+            let prompt = of_prompt[0].index / n;
+            let echoed = self.echoed_tokens(prompt, found.as_deref());
+            for piece in of_prompt {
+                self.add_echo(piece, &echoed);
+                answer.push_str(if piece.index == 0 { ",\"choices\":[" } else { "," });
+                answer.push_str(&self.whole_choice(piece, found.as_deref()).to_string());
+                piece.tokens = Vec::new();
+            }
+            of_chat = of_chat.or(found.filter(|_| head.is_chat));
+        }
+        answer.push_str(&format!("],\"usage\":{usage}"));
         // A chat has one prompt, whose tokens are not those of a choice.
-        let found = found.first().filter(|_| head.is_chat).and_then(|found| found.as_deref());
-        if let Some(found) = head.prompt_logprobs(0, found) {
-            answer["prompt_logprobs"] = found;
+        if let Some(found) = head.prompt_logprobs(0, of_chat.as_deref()) {
+            answer.push_str(&format!(",\"prompt_logprobs\":{found}"));
         }
         if let Some(prompt) = head.prompt_token_ids(0) {
-            answer["prompt_token_ids"] = json!(prompt);
+            answer.push_str(&format!(",\"prompt_token_ids\":{}", json!(prompt)));
         }
-        answer
+        answer.push('}');
+        answer.into_bytes()
     }
 
     /// The first chunk of each choice of a chat has the role; the first one of all has the tokens of the prompt.
@@ -274,7 +293,8 @@ impl AnswerFormat for OpenAiFormat {
         let is_first = !self.sent[piece.index].1;
         if is_first {
             let found = piece.prompt_logprobs.take();
-            self.add_echo(&mut piece, found.as_deref());
+            let echoed = self.echoed_tokens(piece.index / self.head.n.max(1), found.as_deref());
+            self.add_echo(&mut piece, &echoed);
         }
         let (last, has_begun, offset) = &mut self.sent[piece.index];
         *has_begun = true;

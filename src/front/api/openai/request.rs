@@ -16,7 +16,7 @@ use crate::transport::budget::Charge;
 /// Times that an echoed prompt is in an answer while that is written.
 const ECHO_COPIES: usize = 3;
 /// Memory of a log-probability of an echoed token while the answer is written, for each byte of the prompt.
-const ECHOED_LOGPROB_BYTES: usize = 64;
+const ECHOED_LOGPROB_BYTES: usize = 16;
 
 /// A request for completions.
 #[derive(Debug, Clone, PartialEq)]

@@ -4,7 +4,6 @@ use bytes::Bytes;
 use futures::StreamExt as _;
 use futures::stream::{BoxStream, unfold};
 use http::StatusCode;
-use serde_json::Value;
 use serving::InferError;
 
 use super::choices::Piece;
@@ -12,14 +11,15 @@ use super::error::ApiError;
 use crate::api::triton::http::reply::{EVENTS, JSON, Reply, reply};
 use crate::transport::body::ReplyBody;
 use crate::transport::budget::Charge;
+use crate::transport::large_work::block_in_place_in_turn;
 
 /// Pieces of all choices, in the order in which they are generated.
 pub(crate) type Pieces = BoxStream<'static, Result<Piece, InferError>>;
 
 /// The form of the answers of one endpoint.
 pub(crate) trait AnswerFormat: Send {
-    /// The whole answer. `choices` has one piece for each choice.
-    fn whole(&mut self, choices: Vec<Piece>) -> Value;
+    /// The whole answer as JSON. `choices` has one piece for each choice.
+    fn whole(&mut self, choices: Vec<Piece>) -> Vec<u8>;
 
     /// The events before the first piece.
     fn begin(&mut self) -> Bytes;
@@ -54,7 +54,9 @@ async fn whole(mut pieces: Pieces, count: usize, mut format: Box<dyn AnswerForma
         let piece = piece?;
         choices[piece.index].join(piece);
     }
-    Ok(reply(StatusCode::OK, JSON, format.whole(choices).to_string().into_bytes()))
+    let num_bytes = choices.iter().map(Piece::num_bytes).sum();
+    let answer = block_in_place_in_turn(num_bytes, || format.whole(choices)).await;
+    Ok(reply(StatusCode::OK, JSON, answer))
 }
 
 /// Which events come next.
@@ -65,6 +67,11 @@ enum Step {
     Done,
 }
 
+/// The events of one piece. One with the log-probabilities of a long prompt is written beside other requests.
+async fn write_piece(format: &mut Box<dyn AnswerFormat>, piece: Piece) -> Bytes {
+    block_in_place_in_turn(piece.num_bytes(), || format.piece(piece)).await
+}
+
 /// The first piece decides the status.
 async fn stream(mut pieces: Pieces, format: Box<dyn AnswerFormat>, charge: Charge) -> Result<Reply, ApiError> {
     let first = pieces.next().await.transpose()?;
@@ -73,11 +80,13 @@ async fn stream(mut pieces: Pieces, format: Box<dyn AnswerFormat>, charge: Charg
         let (events, next) = match step {
             Step::Begin(first) => {
                 let mut events = format.begin().to_vec();
-                first.into_iter().for_each(|piece| events.extend_from_slice(&format.piece(piece)));
+                if let Some(piece) = first {
+                    events.extend_from_slice(&write_piece(&mut format, piece).await);
+                }
                 (events.into(), Step::Pieces)
             }
             Step::Pieces => match pieces.next().await {
-                Some(Ok(piece)) => (format.piece(piece), Step::Pieces),
+                Some(Ok(piece)) => (write_piece(&mut format, piece).await, Step::Pieces),
                 Some(Err(error)) => (format.error(&error.into()), Step::End { has_failed: true }),
                 None => (format.end(false), Step::Done),
             },

@@ -245,10 +245,10 @@ impl ResponsesFormat {
 }
 
 impl AnswerFormat for ResponsesFormat {
-    fn whole(&mut self, choices: Vec<Piece>) -> Value {
+    fn whole(&mut self, choices: Vec<Piece>) -> Vec<u8> {
         choices.into_iter().for_each(|piece| drop(self.piece(piece)));
         self.end_output(&mut Vec::new());
-        self.response(self.status(), None)
+        self.response(self.status(), None).to_string().into_bytes()
     }
 
     fn begin(&mut self) -> Bytes {
@@ -300,6 +300,10 @@ mod tests {
         ResponsesFormat::new("abc", Echoed::new("m", None, &parameters))
     }
 
+    fn whole_of(mut format: ResponsesFormat, piece: Piece) -> Value {
+        serde_json::from_slice(&format.whole(vec![piece])).unwrap()
+    }
+
     fn pieces() -> Vec<Piece> {
         let text = |text: &str| text.to_owned();
         let piece = |deltas, finish| Piece { deltas, finish, ..Piece::default() };
@@ -328,7 +332,7 @@ mod tests {
         assert_eq!(last["type"], "response.completed");
         let mut whole = Piece::empty(0);
         pieces().into_iter().for_each(|piece| whole.join(piece));
-        assert_eq!(self::format().whole(vec![whole])["output"], last["response"]["output"]);
+        assert_eq!(whole_of(self::format(), whole)["output"], last["response"]["output"]);
         let kinds: Vec<&str> =
             last["response"]["output"].as_array().unwrap().iter().map(|item| item["type"].as_str().unwrap()).collect();
         assert_eq!(kinds, ["reasoning", "message", "function_call"]);
@@ -340,7 +344,7 @@ mod tests {
     fn an_empty_answer_and_a_cut_one_are_responses_too() {
         let mut cut = Piece::empty(0);
         cut.finish = Some(Finish::Length);
-        let response = format().whole(vec![cut]);
+        let response = whole_of(format(), cut);
         assert_eq!(
             (&response["status"], &response["incomplete_details"]["reason"]),
             (&json!("incomplete"), &json!("max_output_tokens"))
