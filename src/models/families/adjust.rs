@@ -21,6 +21,14 @@ pub(super) fn each_attention(config: &mut Config, mut change: impl FnMut(&mut At
     config.layers.iter_mut().for_each(|layer| change(&mut layer.attention));
 }
 
+/// Refuses another number than `only`, which is what `meaning` says, in a field that repeats it. Absent fields are fine.
+pub(super) fn require_equal(fields: &Fields, name: &str, only: usize, meaning: &str) -> Adjusted {
+    match fields.get(name).filter(|found| found.as_u64() != Some(only as u64)) {
+        Some(found) => Err(fields.wrong(name, &format!("{meaning} ({only})"), found)),
+        None => Ok(()),
+    }
+}
+
 /// The shape of the rotary embedding that was read for all layers, for one that is read again.
 fn rope_shape(config: &Config, theta: f64) -> RopeShape {
     let rope = &config.ropes[0];
@@ -67,6 +75,11 @@ pub(super) fn gemma3(fields: &Fields, config: &mut Config) -> Adjusted {
     gemma2(fields, config)?;
     let local = fields.positive("rope_local_base_freq")?.unwrap_or(10_000.0);
     layers_of_two_ropes(fields, config, 1_000_000.0, local)
+}
+
+pub(super) fn apertus(fields: &Fields, _: &mut Config) -> Adjusted {
+    fields.only("qk_norm", true)?;
+    fields.only("post_norm", false)
 }
 
 pub(super) fn olmo3(fields: &Fields, config: &mut Config) -> Adjusted {

@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::adjust::{
     Adjusted, each_attention, embedding_scale, exaone4, glm_sections, layers_of_two_ropes, qwen_vl, require_both_ropes,
+    require_equal,
 };
 use super::mtp::put_mtp;
 use super::older::rotary_dim;
@@ -69,6 +70,12 @@ pub(super) fn sparse_layers(
     let sparse = names.and_then(|names| names.iter().map(is_sparse).collect::<Option<Vec<_>>>());
     let expected = format!("a list of {num_layers} names, `dense` or `sparse`");
     sparse.ok_or_else(|| fields.wrong("mlp_layer_types", &expected, value))
+}
+
+/// A field that says the same, which transformers does not read.
+pub(super) fn require_dense_first(fields: &Fields, sparse: &[bool]) -> Adjusted {
+    let count = sparse.iter().position(|is_sparse| *is_sparse).unwrap_or(sparse.len());
+    require_equal(fields, "first_k_dense_replace", count, "the number of layers before those with experts")
 }
 
 pub(super) fn olmoe(fields: &Fields, config: &mut Config) -> Adjusted {
@@ -136,13 +143,7 @@ pub(super) fn glm4v_moe(fields: &Fields, config: &mut Config) -> Adjusted {
 /// GLM-4.7-Flash: experts in the layers that `mlp_layer_types` names, or in all but the first.
 pub(super) fn glm4_moe_lite(fields: &Fields, config: &mut Config) -> Adjusted {
     let sparse = sparse_layers(fields, config.num_layers(), |index| index >= 1)?;
-    // A field of the first checkpoints, which transformers does not read.
-    if let Some(first) = fields.get("first_k_dense_replace") {
-        let counted = sparse.iter().position(|is_sparse| *is_sparse).unwrap_or(sparse.len());
-        if first.as_u64() != Some(counted as u64) {
-            return Err(fields.wrong("first_k_dense_replace", &format!("{counted} or absent"), first));
-        }
-    }
+    require_dense_first(fields, &sparse)?;
     put_deepseek_experts(fields, config, true, |index| sparse[index])
 }
 
@@ -234,6 +235,9 @@ pub(super) fn put_grouped_experts(
 pub(super) fn ernie_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     fields.only("use_bias", false)?;
     fields.only("moe_use_aux_free", true)?;
+    fields.only_text("moe_gate", &["topk"])?;
+    // Of training, and of the layers that predict further tokens, which are not used.
+    fields.ignore(&["moe_capacity", "num_nextn_predict_layers"]);
     if fields.positive("moe_norm_min")?.is_some_and(|min| min > 1e-9) {
         let found = fields.get("moe_norm_min").cloned().unwrap_or_default();
         return Err(fields.wrong("moe_norm_min", "at most 1e-9, which has no effect", &found));
@@ -280,17 +284,6 @@ pub(super) fn solar_open(fields: &Fields, config: &mut Config) -> Adjusted {
     put_deepseek_experts(fields, config, true, |_| true)
 }
 
-/// Hunyuan 3: experts with sigmoids, chosen with a bias, in the layers that `mlp_layer_types` names, or in all but the first.
-pub(super) fn hunyuan3(fields: &Fields, config: &mut Config) -> Adjusted {
-    // It decides how outputs are rounded before they are added.
-    fields.ignore(&["enable_moe_fp32_combine"]);
-    let sparse = sparse_layers(fields, config.num_layers(), |index| index > 0)?;
-    // For 0 shared experts transformers has one of another width.
-    let num_shared = fields.required_size("num_shared_experts")?;
-    let scale = fields.required_positive("router_scaling_factor")?;
-    put_sigmoid_experts(fields, config, num_shared, scale, |index| sparse[index])
-}
-
 /// Arcee Trinity: the output of attention has gates, and only layers with a window are rotated; experts with sigmoids, chosen with a
 /// bias, behind some dense layers.
 pub(super) fn afmoe(fields: &Fields, config: &mut Config) -> Adjusted {
@@ -309,7 +302,7 @@ pub(super) fn afmoe(fields: &Fields, config: &mut Config) -> Adjusted {
 
 /// Experts with sigmoids whose weights are divided by their sum and multiplied by `scale`, beside a feed-forward as wide as
 /// `num_shared` of them.
-fn put_sigmoid_experts(
+pub(super) fn put_sigmoid_experts(
     fields: &Fields,
     config: &mut Config,
     num_shared: usize,

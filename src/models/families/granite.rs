@@ -75,6 +75,7 @@ pub(super) fn granite_moe_hybrid(fields: &Fields, config: &mut Config) -> Adjust
     let usual_eps = config.norm.eps;
     granite(fields, config)?;
     fields.only_text("normalization_function", &["rmsnorm"])?;
+    fields.ignore(&["init_method"]); // Of training.
     match fields.text("position_embedding_type")? {
         Some("rope") => {}
         None | Some("nope") => each_attention(config, |attention| attention.rope = None),

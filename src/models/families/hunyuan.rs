@@ -1,9 +1,9 @@
-//! Hunyuan 1, dense and with experts: norms of q and k follow the rotation, whose base may have a factor.
+//! Hunyuan 1, dense and with experts: norms of q and k follow the rotation, whose base may have a factor. Hunyuan 3: experts with sigmoids.
 
 use serde_json::Value;
 
-use super::adjust::{Adjusted, each_attention};
-use super::experts::put_experts_beside;
+use super::adjust::{Adjusted, each_attention, require_equal};
+use super::experts::{put_experts_beside, put_sigmoid_experts, require_dense_first, sparse_layers};
 use crate::ModelError;
 use crate::config::Config;
 use crate::fields::Fields;
@@ -42,6 +42,7 @@ const UNUSED: &[&str] = &[
     "skip_cls_token",
     "xdrope_section",
     "cla_share_factor",
+    "enable_lm_head_fp32", // Rounding.
     "kv_lora_rank",
     "q_lora_rank",
     "qk_rope_head_dim",
@@ -84,6 +85,30 @@ pub(super) fn hunyuan_moe(fields: &Fields, config: &mut Config) -> Adjusted {
     hunyuan(fields, config)
 }
 
+/// Hunyuan 3: experts with sigmoids, chosen with a bias, in the layers that `mlp_layer_types` names, or in all but the first.
+pub(super) fn hunyuan3(fields: &Fields, config: &mut Config) -> Adjusted {
+    // How sums are rounded, how products are computed, and the layers that predict further tokens, which are not used.
+    fields.ignore(&[
+        "enable_attention_fp32_softmax",
+        "enable_lm_head_fp32",
+        "enable_moe_fp32_combine",
+        "use_grouped_mm",
+        "num_nextn_predict_layers",
+    ]);
+    // What the architecture always has, whatever transformers reads.
+    for name in ["qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"] {
+        fields.only(name, true)?;
+    }
+    let sparse = sparse_layers(fields, config.num_layers(), |index| index > 0)?;
+    require_dense_first(fields, &sparse)?;
+    let size = fields.required_size("moe_intermediate_size")?;
+    require_equal(fields, "expert_hidden_dim", size, "`moe_intermediate_size`")?;
+    // For 0 shared experts transformers has one of another width.
+    let num_shared = fields.required_size("num_shared_experts")?;
+    let scale = fields.required_positive("router_scaling_factor")?;
+    put_sigmoid_experts(fields, config, num_shared, scale, |index| sparse[index])
+}
+
 fn hunyuan(fields: &Fields, config: &mut Config) -> Adjusted {
     ["use_qk_norm", "use_rotary_pos_emb"].into_iter().try_for_each(|name| fields.only(name, true))?;
     // Keys and values of several layers, latent vectors, several positions of a token.
@@ -93,9 +118,7 @@ fn hunyuan(fields: &Fields, config: &mut Config) -> Adjusted {
     fields.only_text("norm_type", &["rms", "hf_rms"])?;
     fields.ignore(UNUSED);
     let head_dim = config.layers[0].attention.head_dim;
-    if let Some(found) = fields.get("attention_head_dim").filter(|found| found.as_u64() != Some(head_dim as u64)) {
-        return Err(fields.wrong("attention_head_dim", &format!("the size of a head ({head_dim})"), found));
-    }
+    require_equal(fields, "attention_head_dim", head_dim, "the size of a head")?;
     let name = if fields.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
     let rope = &mut config.ropes[0];
     if !rope.scaling.keeps_lengths() {
@@ -157,7 +180,7 @@ mod tests {
         let text = r#"{
             "add_classification_head": false, "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": false,
             "attention_dropout": 0.0, "attention_head_dim": 32, "bos_token_id": 1, "cla_share_factor": 2, "class_num": 0,
-            "dense_list": [64, 0], "eod_token_id": 3, "eos_token_id": 2, "head_dim": 32, "hidden_act": "silu",
+            "dense_list": [64, 0], "enable_lm_head_fp32": true, "eod_token_id": 3, "eos_token_id": 2, "head_dim": 32, "hidden_act": "silu",
             "hidden_size": 64, "im_end_id": 6, "im_newline_id": 12, "im_start_id": 5, "initializer_range": 0.02,
             "intermediate_size": 96, "mask_init_id": 13, "max_position_embeddings": 32768, "mlp_bias": false,
             "model_type": "hunyuan_v1_dense", "norm_type": "rms", "num_attention_heads": 4, "num_experts": 1,
@@ -205,6 +228,48 @@ mod tests {
         let (mlp, experts) = (config.layers[1].mlp.unwrap(), config.layers[1].experts.unwrap());
         assert_eq!((mlp.intermediate_size, experts.intermediate_size, experts.num_experts), (96, 96, 8));
         assert!(experts.routing.is_normalized && experts.routing.top_k == 3);
+    }
+
+    /// The fields of the published Hunyuan 3, with other sizes.
+    fn hunyuan_3() -> Value {
+        let text = r#"{
+            "architectures": ["HYV3ForCausalLM"], "bos_token_id": 1, "dtype": "bfloat16", "enable_attention_fp32_softmax": false,
+            "enable_lm_head_fp32": true, "enable_moe_fp32_combine": false, "eod_token_id": 3, "eos_token_id": 2,
+            "expert_hidden_dim": 32, "first_k_dense_replace": 1, "head_dim": 32, "hidden_act": "silu", "hidden_size": 64,
+            "initializer_range": 0.006, "intermediate_size": 96, "max_position_embeddings": 262144, "model_type": "hy_v3",
+            "moe_intermediate_size": 32, "moe_router_enable_expert_bias": true, "moe_router_use_sigmoid": true,
+            "num_attention_heads": 4, "num_experts": 8, "num_experts_per_tok": 3, "num_hidden_layers": 3,
+            "num_key_value_heads": 2, "num_nextn_predict_layers": 1, "num_shared_experts": 1, "output_router_logits": true,
+            "pad_token_id": 4, "qk_norm": true, "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"}, "route_norm": true,
+            "router_scaling_factor": 2.826, "sep_token_id": 5, "tie_word_embeddings": false, "use_cache": true,
+            "use_grouped_mm": false, "vocab_size": 501
+        }"#;
+        serde_json::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn what_hunyuan_3_says_twice_must_be_the_same() {
+        let config = read_config(&hunyuan_3()).unwrap();
+        let experts = config.layers[1].experts.unwrap();
+        assert_eq!(
+            (experts.intermediate_size, experts.routing.scale, experts.routing.is_normalized),
+            (32, 2.826, true)
+        );
+        assert!(config.layers[0].experts.is_none() && config.layers[1].attention.head_norm.is_some());
+        for (name, value) in [
+            ("expert_hidden_dim", json!(48)),
+            ("first_k_dense_replace", json!(2)),
+            ("moe_router_enable_expert_bias", json!(false)),
+            ("moe_router_use_sigmoid", json!(false)),
+            ("qk_norm", json!(false)),
+            ("route_norm", json!(false)),
+        ] {
+            let mut config = hunyuan_3();
+            config[name] = value;
+            let error = read_config(&config).unwrap_err().to_string();
+            assert!(error.contains(&format!("`{name}` must be ")), "{name}: {error}");
+        }
     }
 
     #[test]

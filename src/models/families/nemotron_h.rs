@@ -4,7 +4,7 @@
 use ops::{RecurrentRule, RecurrentShape, Scoring};
 use serde_json::Value;
 
-use super::adjust::Adjusted;
+use super::adjust::{Adjusted, require_equal};
 use super::experts::put_grouped_experts;
 use super::hybrid::without_step_limits;
 use crate::ModelError;
@@ -81,6 +81,7 @@ const OF_EXPERTS: &[&str] = &[
 
 pub(super) fn nemotron_h(fields: &Fields, config: &mut Config) -> Adjusted {
     fields.ignore(UNUSED);
+    require_equal(fields, "attention_head_dim", config.layers[0].attention.head_dim, "the size of a head")?;
     fields.only("tie_word_embeddings", false)?;
     fields.only_text("mamba_hidden_act", &["silu"])?;
     fields.only_text("mamba_ssm_cache_dtype", &["float32"])?;

@@ -161,7 +161,7 @@ fn precision(method: &str, quantization: &Fields) -> Option<WeightPrecision> {
 
 /// fp8 as in DeepSeek's and Qwen's checkpoints: blocks, or one scale for a matrix.
 fn fp8(quantization: &Fields) -> Result<WeightFormat, ModelError> {
-    quantization.only_text("fmt", &["e4m3"])?;
+    quantization.only_text("fmt", &["e4m3", "float8_e4m3fn"])?;
     // Scales of inputs are always computed, as in the scheme `dynamic`.
     quantization.only_text("activation_scheme", &["dynamic", "static"])?;
     quantization.only_text("scale_fmt", &["float", "ue8m0"])?;

@@ -637,6 +637,7 @@ pub(super) const FAMILIES: &[Family] = &[
                       "rope_parameters": {"rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0,
                                           "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
                                           "high_freq_factor": 4.0}}"#,
+        adjust: adjust::apertus,
         ..WITHOUT_MLP_BIAS
     },
     Family {
@@ -956,7 +957,7 @@ pub(super) const FAMILIES: &[Family] = &[
                       "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
                       "router_scaling_factor": 2.826, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0,
                       "max_position_embeddings": 131072}"#,
-        adjust: experts::hunyuan3,
+        adjust: hunyuan::hunyuan3,
         ..LLAMA
     },
     Family {

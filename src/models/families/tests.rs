@@ -145,6 +145,8 @@ fn a_quantization_that_is_not_read_is_refused_by_name() {
     assert!(other.contains("`quantization_config.fmt` must be `e4m3`"), "{other}");
     let flat = refused(json!({"quant_method": "fp8", "weight_block_size": [128, 0]}));
     assert!(flat.contains("`quantization_config.weight_block_size` must be a block of two"), "{flat}");
+    // MiniMax M2 has torch's name of the format.
+    assert!(read(|c| c["quantization_config"] = json!({"quant_method": "fp8", "fmt": "float8_e4m3fn"})).is_ok());
     let unknown = refused(json!({"quant_method": "fp8", "rotation": "hadamard"}));
     assert!(unknown.contains("`quantization_config.rotation`"), "{unknown}");
     let group = |weights: Value| {
@@ -557,13 +559,44 @@ fn the_whole_model_says_whether_the_head_is_the_embedding() {
     assert!(read(Value::Null).unwrap().head.is_tied, "as usual for this model");
 }
 
+#[test]
+fn fields_that_say_what_an_architecture_always_has_are_accepted_with_that_value_alone() {
+    // Published ERNIE 4.5 21B-A3B and Apertus 8B.
+    let ernie = |change: (&str, Value)| {
+        read_of("Ernie4_5_MoeForCausalLM", |c| {
+            for (name, value) in [
+                ("moe_capacity", json!([64, 64, 64])),
+                ("moe_gate", json!("topk")),
+                ("moe_use_aux_free", json!(true)),
+                ("num_nextn_predict_layers", json!(1)),
+                change,
+            ] {
+                c[name] = value;
+            }
+        })
+    };
+    let apertus = |change: (&str, Value)| {
+        read_of("ApertusForCausalLM", |c| {
+            for (name, value) in [("post_norm", json!(false)), ("qk_norm", json!(true)), change] {
+                c[name] = value;
+            }
+        })
+    };
+    let error = |read: Result<Config, ModelError>| read.unwrap_err().to_string();
+    assert_eq!(ernie(("use_cache", json!(true))).map(|config| config.num_layers()).unwrap(), 2);
+    assert!(error(ernie(("moe_gate", json!("top2_fused")))).contains("`moe_gate` must be `topk`"));
+    assert!(apertus(("use_cache", json!(true))).is_ok());
+    assert!(error(apertus(("qk_norm", json!(false)))).contains("`qk_norm` must be `true`"));
+    assert!(error(apertus(("post_norm", json!(true)))).contains("`post_norm` must be `false`"));
+}
+
 /// Fields of the published Granite 4.0 Micro and H-Tiny, smaller.
 fn granite4(change: impl FnOnce(&mut Value)) -> Result<Config, ModelError> {
     read_of("GraniteMoeHybridForCausalLM", |c| {
         *c = json!({
             "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "attention_bias": false,
             "attention_dropout": 0.0, "attention_multiplier": 0.015625, "embedding_multiplier": 12, "hidden_act": "silu",
-            "hidden_size": 128, "initializer_range": 0.1, "intermediate_size": 96, "layer_types": ["attention", "attention"],
+            "hidden_size": 128, "init_method": "mup", "initializer_range": 0.1, "intermediate_size": 96, "layer_types": ["attention", "attention"],
             "logits_scaling": 10, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 32,
             "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_proj_bias": false,
             "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_attention_heads": 4,
@@ -613,7 +646,8 @@ fn nemotron_h(pattern: &str, change: impl FnOnce(&mut Value)) -> Result<Config, 
     read_of("NemotronHForCausalLM", |c| {
         *c = from_python_json(
             br#"{
-            "architectures": ["NemotronHForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 1,
+            "architectures": ["NemotronHForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+            "attention_head_dim": 32, "bos_token_id": 1,
             "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 12, "expand": 2, "head_dim": 32, "hidden_dropout": 0.0,
             "hidden_size": 128, "initializer_range": 0.02, "intermediate_size": 96, "layer_norm_epsilon": 1e-5,
             "mamba_head_dim": 16, "mamba_hidden_act": "silu", "mamba_num_heads": 8, "mamba_proj_bias": false,
@@ -663,6 +697,7 @@ fn layers_of_one_part_are_joined_to_a_mixer_and_the_feed_forward_behind_it() {
     assert_eq!(latents.layers[0].experts.unwrap().latent_size, Some(64));
     message("M*", "time_step_limit", json!([0.0, 0.1]));
     message("M*", "mamba_num_heads", json!(6));
+    message("M*", "attention_head_dim", json!(64));
     message("M*", "tie_word_embeddings", json!(true));
 }
 
