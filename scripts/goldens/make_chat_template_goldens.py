@@ -7,9 +7,10 @@ DIR has templates (*.jinja). Written are cases.json, the conversations and the s
 template the prompt of each case, or an object with the error; and probes.json, small templates with their output or error.
 The clock stands at 1987-06-15. Needs transformers, tokenizers and jinja2.
 
-Two things happen to a conversation before a template reads it, here as in the server. Content in parts stays a list if the template
+Three things happen to a conversation before a template reads it, here as in the server. Content in parts stays a list if the template
 iterates over a message's content, else its texts are joined by line feeds. Arguments of tool calls are objects; a template that
-fails on objects gets them as JSON text.
+fails on objects gets them as JSON text. Null content is left out; a template that fails on that gets null in messages with tool calls,
+as transformers gave it until it left null out, too.
 
 A case is left out where a template iterates over none, which fails in Python and is an empty loop in the server: templates named
 `tool_use` do so without tools, and are not used without tools.
@@ -215,10 +216,12 @@ def without_generation(template):
     return template
 
 
-def with_form(messages, keeps_parts, arguments_as_text):
+def with_form(messages, keeps_parts, arguments_as_text, null_content):
     messages = copy.deepcopy(messages)
     for message in messages:
-        if isinstance(message["content"], list) and not keeps_parts:
+        if message["content"] is None and not (null_content and message.get("tool_calls")):
+            del message["content"]
+        elif isinstance(message["content"], list) and not keeps_parts:
             message["content"] = "\n".join(part["text"] for part in message["content"])
         for one in message.get("tool_calls", []) if arguments_as_text else []:
             one["function"]["arguments"] = json.dumps(one["function"]["arguments"], ensure_ascii=False)
@@ -228,7 +231,7 @@ def with_form(messages, keeps_parts, arguments_as_text):
 def prompt(tokenizer, case, keeps_parts):
     def render(arguments_as_text):
         return tokenizer.apply_chat_template(
-            with_form(case["messages"], keeps_parts, arguments_as_text),
+            with_form(case["messages"], keeps_parts, arguments_as_text, null_content=False),
             tools=case.get("tools"),
             documents=case.get("documents"),
             add_generation_prompt=case.get("add_generation_prompt", not case.get("continue_final_message", False)),
@@ -237,14 +240,25 @@ def prompt(tokenizer, case, keeps_parts):
             **case.get("variables", {}),
         )
 
+    def render_with_null(arguments_as_text):
+        return chat_template_utils._compile_jinja_template(tokenizer.chat_template).render(
+            messages=with_form(case["messages"], keeps_parts, arguments_as_text, null_content=True),
+            tools=case.get("tools"),
+            documents=case.get("documents"),
+            add_generation_prompt=case.get("add_generation_prompt", True),
+            **SPECIAL,
+            **case.get("variables", {}),
+        )
+
     try:
         return render(False)
     except Exception as error:
-        try:
-            if any(message.get("tool_calls") for message in case["messages"]):
-                return render(True)
-        except Exception:
-            pass
+        has_calls = any(message.get("tool_calls") for message in case["messages"])
+        for one, as_text in [(render, True), (render_with_null, False), (render_with_null, True)] if has_calls else []:
+            try:
+                return one(as_text)
+            except Exception:
+                pass
         if "'NoneType' object is not iterable" in str(error):
             return None
         is_refusal = type(error) is jinja2.TemplateError

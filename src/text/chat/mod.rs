@@ -25,7 +25,7 @@ use crate::files::Files;
 use environment::JINJA;
 use limits::Output;
 pub use request::ChatRequest;
-use request::{Arguments, Form};
+use request::Form;
 
 /// Variables that a request has fields for.
 const FIELDS: [&str; 6] =
@@ -114,14 +114,14 @@ impl ChatTemplate {
         if let Some(name) = FIELDS.iter().find(|name| field(name)) {
             return Err(template.refuses(format!("`chat_template_kwargs` has `{name}`; use the field of that name")));
         }
-        let form = Form { keeps_parts: template.keeps_parts, arguments: Arguments::Objects };
-        let prompt = self.render_in(&template, request, form);
-        // Templates that join arguments to text need them as text.
-        if prompt.is_err() && request::has_arguments(request.messages) {
-            let form = Form { arguments: Arguments::Text, ..form };
-            return self.render_in(&template, request, form).or(prompt);
+        let mut refusal = None;
+        for form in request::forms(request.messages, template.keeps_parts) {
+            match self.render_in(&template, request, form) {
+                Ok(prompt) => return Ok(prompt),
+                Err(error) => _ = refusal.get_or_insert(error),
+            }
         }
-        prompt
+        Err(refusal.expect("there is a usual form"))
     }
 
     /// The template for a request: its own, the one that it names, `tool_use` for tools, else `default`.

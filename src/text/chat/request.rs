@@ -35,6 +35,8 @@ pub(super) struct Form {
     pub(super) keeps_parts: bool,
     /// The form of the arguments of tool calls.
     pub(super) arguments: Arguments,
+    /// Messages with tool calls but without content have null as content, instead of none.
+    pub(super) has_null_content: bool,
 }
 
 /// In which form a template reads the arguments of tool calls.
@@ -46,13 +48,29 @@ pub(super) enum Arguments {
     Text,
 }
 
+/// The forms in which a template may read these messages. The first is the usual one, the others are for templates that fail on it: some
+/// join arguments to text, and some read null content as the sign of tool calls.
+pub(super) fn forms(messages: &[Value], keeps_parts: bool) -> impl Iterator<Item = Form> {
+    let arguments = [Arguments::Objects, Arguments::Text].into_iter().take(1 + usize::from(has_arguments(messages)));
+    let nulls = [false, true].into_iter().take(1 + usize::from(messages.iter().any(has_calls_alone)));
+    nulls.flat_map(move |has_null_content| {
+        arguments.clone().map(move |arguments| Form { keeps_parts, arguments, has_null_content })
+    })
+}
+
 /// The messages as a template reads them.
 ///
 /// # Errors
 /// When a message is not an object.
 pub(super) fn messages(messages: &[Value], form: Form) -> Result<Vec<Map<String, Value>>, String> {
     let object = |(at, message): (usize, &Value)| match message {
-        Value::Object(message) => Ok(self::message(message, form)),
+        Value::Object(fields) => {
+            let mut fields = self::message(fields, form);
+            if form.has_null_content && has_calls_alone(message) {
+                fields.insert("content".to_owned(), Value::Null);
+            }
+            Ok(fields)
+        }
         _ => Err(format!("`messages[{at}]` must be an object with `role` and `content`")),
     };
     messages.iter().enumerate().map(object).collect()
@@ -126,8 +144,13 @@ fn write_arguments(arguments: &mut Value) {
     }
 }
 
+/// Whether a message has tool calls and no content.
+fn has_calls_alone(message: &Value) -> bool {
+    message.get("content").is_none_or(Value::is_null) && message.get("tool_calls").is_some_and(Value::is_array)
+}
+
 /// Whether a message of the conversation has tool calls with arguments.
-pub(super) fn has_arguments(messages: &[Value]) -> bool {
+fn has_arguments(messages: &[Value]) -> bool {
     let mut calls = messages.iter().filter_map(|message| message.get("tool_calls")?.as_array()).flatten();
     calls.any(|call| call.pointer("/function/arguments").is_some())
 }

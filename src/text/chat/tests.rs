@@ -195,6 +195,24 @@ fn arguments_that_are_text_become_objects_if_they_are_json() {
 }
 
 #[test]
+fn tool_calls_without_content_have_null_content_for_templates_that_look_for_it() {
+    // As DeepSeek V3 and R1 have it.
+    let source = "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}\
+                  {{ '<call>' + c.function.name + c.function.arguments }}{% endfor %}{% endif %}\
+                  {% if m.content is not none %}{{ '<text>' + m.content }}{% endif %}{% endfor %}";
+    let calls = json!([{"type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]);
+    let with_null = json!({"role": "assistant", "content": null, "tool_calls": calls});
+    let without = json!({"role": "assistant", "tool_calls": calls});
+    let user = json!({"role": "user", "content": "Hi"});
+    for message in [with_null, without] {
+        assert_eq!(of(source).render(&chat(&[user.clone(), message])).unwrap(), "<text>Hi<call>f{\"a\": 1}");
+    }
+    // Without tool calls there is nothing that could stand in its place.
+    let empty = [json!({"role": "assistant", "content": null})];
+    assert!(of(source).render(&chat(&empty)).unwrap_err().to_string().contains("undefined"));
+}
+
+#[test]
 fn a_prompt_ends_behind_the_text_that_is_continued() {
     let source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}";
     let messages = turns(&[("user", "Hi"), ("assistant", "Yes, ")]);
