@@ -162,12 +162,20 @@ impl Fields {
         Ok(self.size(name)?.expect("the field was just found"))
     }
 
-    /// A finite number above 0, or `None` if absent.
+    /// Like [`Fields::required_size`], but at most `most`, of what has an entry of its own in a list.
+    pub(crate) fn required_count(&self, name: &str, most: usize) -> Result<usize, ModelError> {
+        match self.required_size(name)? {
+            count if count > most => Err(self.wrong(name, &format!("at most {most}"), &count.into())),
+            count => Ok(count),
+        }
+    }
+
+    /// A number above 0, also as the device holds it, or `None` if absent.
     pub(crate) fn positive(&self, name: &str) -> Result<Option<f64>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         match value.as_f64() {
-            Some(x) if x.is_finite() && x > 0.0 => Ok(Some(x)),
-            _ => Err(self.wrong(name, "a number above 0", value)),
+            Some(x) if is_positive(x) => Ok(Some(x)),
+            _ => Err(self.wrong(name, "a number above 0, in the range of 32 bits", value)),
         }
     }
 
@@ -232,9 +240,9 @@ impl Fields {
     pub(crate) fn positives(&self, name: &str) -> Result<Option<Vec<f64>>, ModelError> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let numbers = value.as_array().and_then(|list| list.iter().map(Value::as_f64).collect::<Option<Vec<_>>>());
-        match numbers.filter(|numbers| numbers.iter().all(|x| x.is_finite() && *x > 0.0)) {
+        match numbers.filter(|numbers| numbers.iter().all(|x| is_positive(*x))) {
             Some(numbers) => Ok(Some(numbers)),
-            None => Err(self.wrong(name, "a list of numbers above 0", value)),
+            None => Err(self.wrong(name, "a list of numbers above 0, in the range of 32 bits", value)),
         }
     }
 
@@ -274,6 +282,11 @@ impl Fields {
             Some(other) => Err(self.wrong(name, "an object", other)),
         }
     }
+}
+
+/// Whether a number is finite and above 0 in 32 bits, too.
+fn is_positive(x: f64) -> bool {
+    (x as f32).is_finite() && x as f32 > 0.0
 }
 
 /// Fields of an object are looked at one by one if at least one of them was read.

@@ -77,6 +77,12 @@ fn family(fields: &Fields) -> Result<&'static Family, ModelError> {
     find_by_model_type(model_type).ok_or_else(|| unknown(model_type))
 }
 
+/// The most layers that are read. The deepest models have some hundred.
+const MAX_LAYERS: usize = 10_000;
+
+/// The most heads of a layer. The widest layers have some hundred.
+const MAX_HEADS: usize = 1 << 16;
+
 /// Fields of a vision model in a file that has those of the text model beside them.
 const VISION_FIELDS: &[&str] = &[
     "vision_config",
@@ -131,7 +137,7 @@ fn text_family(name: &str) -> Option<&'static Family> {
 pub(super) fn decoder(fields: &Fields, family: &Family) -> Result<Config, ModelError> {
     fields.only("is_causal", true)?;
     let hidden_size = fields.required_size("hidden_size")?;
-    let num_layers = fields.required_size("num_hidden_layers")?;
+    let num_layers = fields.required_count("num_hidden_layers", MAX_LAYERS)?;
     let max_positions = match fields.size("max_position_embeddings")? {
         Some(positions) => positions,
         None => fields.size("model_max_length")?.unwrap_or(2048),
@@ -226,7 +232,7 @@ fn attention(
     hidden_size: usize,
     norm: NormSpec,
 ) -> Result<AttentionLayer, ModelError> {
-    let num_heads = fields.required_size("num_attention_heads")?;
+    let num_heads = fields.required_count("num_attention_heads", MAX_HEADS)?;
     let num_kv_heads = fields.size("num_key_value_heads")?.unwrap_or(num_heads);
     if !num_heads.is_multiple_of(num_kv_heads) {
         let expected = format!("a divisor of `num_attention_heads` ({num_heads})");

@@ -96,6 +96,23 @@ fn an_error_names_file_field_expected_and_found() {
 }
 
 #[test]
+fn absurd_numbers_are_refused_before_they_size_anything() {
+    for (name, most) in [("num_hidden_layers", 10_000), ("num_attention_heads", 65_536)] {
+        for number in
+            [json!(0), json!(-1), json!(1.5), json!("2"), json!(most + 1), json!(1_u64 << 31), json!(u64::MAX)]
+        {
+            let error = error(|c| c[name] = number.clone());
+            assert!(error.contains(&format!("`{name}` must be ")) && error.contains(&number.to_string()), "{error}");
+        }
+    }
+    // They would be 0 or infinite on the device, and all logits NaN.
+    for number in [1e-320, 1e300] {
+        let error = error(|c| c["rope_theta"] = json!(number));
+        assert!(error.contains("`rope_theta` must be a number above 0, in the range of 32 bits"), "{error}");
+    }
+}
+
+#[test]
 fn an_unknown_architecture_lists_the_known() {
     let error = error(|c| c["architectures"] = json!(["OpusForCausalLM"]));
     assert!(error.contains("`OpusForCausalLM` is not supported; supported: LlamaForCausalLM"), "{error}");
@@ -827,7 +844,7 @@ fn what_lfm2_does_not_support_is_refused_by_its_name() {
         ("theta", json!(10000.0), "1000000, as another field says"),
         ("num_heads", json!(4), "8, as another field says"),
         ("conv_L_cache", json!(1), "at least 2"),
-        ("block_ffn_dim_multiplier", json!(1e300), "stays a size"),
+        ("block_ffn_dim_multiplier", json!(1e30), "stays a size"),
         ("full_attn_idxs", json!([]), "`full_attention` at least once"),
         ("layer_types", json!(["conv", "conv", "conv", "mamba"]), "`full_attention` or `conv`"),
         ("hidden_act", json!("gelu"), "`silu`"),
