@@ -472,6 +472,10 @@ FAMILIES = {
     "phi3_modelopt_fp8": ("Phi3", dict(head_dim=None, rope_parameters=PARTIAL, pad_token_id=0)),
     "qwen3_mixed": ("Qwen3", WIDE),
     "qwen3_modelopt_mixed": ("Qwen3", WIDE | dict(intermediate_size=160)),
+    # GLM-4.5's formulas with the publisher's names and stacked q, k and v; experts chosen within two of four groups
+    "bailing_moe_v2": ("Glm4Moe", dict(head_dim=24, num_hidden_layers=3, rope_parameters=PARTIAL, use_qk_norm=True, n_routed_experts=8,
+                                       num_experts_per_tok=3, moe_intermediate_size=56, n_shared_experts=2, first_k_dense_replace=1,
+                                       n_group=4, topk_group=2, routed_scaling_factor=2.5)),
 }
 VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, num_position_embeddings=4)
 GLM_VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=2, out_hidden_size=64, image_size=8)

@@ -1,6 +1,6 @@
 """Architectures that transformers does not contain: names of their settings and weights, and a reference for their logits.
 
-Each is a Llama with other names and another layout of q, k and v. Baichuan 2 has a head with rows of length 1 (section 2.3.1 of its
+Each is a Llama, Ling 2.0 a GLM-4.5, with other names and another layout of q, k and v. Baichuan 2 has a head with rows of length 1 (section 2.3.1 of its
 report), and the larger Baichuan models have ALiBi instead of rotary embeddings (Press et al. 2022).
 """
 import math
@@ -34,6 +34,14 @@ def variant(name, config, model, tensors):
         fields = as_published(config, "BaichuanForCausalLM", "baichuan", z_loss_weight=0, model_max_length=256)
         del fields["max_position_embeddings"]
         return fields, stored, lambda tokens: decoder(config, model.state_dict(), tokens, alibi=True)
+    if name == "bailing_moe_v2":
+        fields = as_published(
+            config, "BailingMoeV2ForCausalLM", "bailing_moe", first_k_dense_replace=1, moe_intermediate_size=56,
+            moe_router_enable_expert_bias=True, moe_shared_expert_intermediate_size=112, n_group=4, topk_group=2, norm_topk_prob=True,
+            num_experts=8, num_experts_per_tok=3, num_nextn_predict_layers=0, num_shared_experts=2, rope_scaling=None,
+            rope_theta=config.rope_parameters["rope_theta"], partial_rotary_factor=config.rope_parameters["partial_rotary_factor"],
+            routed_scaling_factor=2.5, router_dtype="fp32", score_function="sigmoid", use_bias=False, use_qk_norm=True, use_qkv_bias=False)
+        return fields, bailing(config, tensors), plain
     if name == "olmo_hybrid":  # transformers joins the convolutions of q, k and v when it loads them, and saves others.
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         for key in [key for key in tensors if key.endswith("conv1d.weight")]:
@@ -194,6 +202,23 @@ def internlm2(config, tensors):
         groups = [tensors[f"{prefix}self_attn.{part}_proj.weight"].view(
             config.num_key_value_heads, -1, config.head_dim, config.hidden_size) for part in "qkv"]
         stored[prefix + "attention.wqkv.weight"] = torch.cat(groups, 1).reshape(-1, config.hidden_size)
+    return stored
+
+
+def bailing(config, tensors):
+    """Stacks q, k and v, under the publisher's names."""
+    names = {"model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense", "self_attn.q_norm": "attention.query_layernorm",
+             "self_attn.k_norm": "attention.key_layernorm", "gate.e_score_correction_bias": "gate.expert_bias"}
+    stored = {}
+    for key, tensor in tensors.items():
+        for old, new in names.items():
+            key = key.replace(old, new)
+        if "self_attn" not in key:
+            stored[key] = tensor
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        parts = [tensors[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"]
+        stored[prefix + "attention.query_key_value.weight"] = torch.cat(parts)
     return stored
 
 

@@ -6,6 +6,7 @@
 mod adjust;
 #[cfg(test)]
 mod architecture_table;
+mod bailing;
 mod cohere2_moe;
 mod deepseek;
 mod eagle3;

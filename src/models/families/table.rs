@@ -3,8 +3,8 @@
 use ops::HeadNormSpan;
 
 use super::{
-    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, cohere2_moe, deepseek, experts, falcon_h1, gemma4,
-    granite, hunyuan, hybrid, kimi_linear, lfm2, llama4, mimo_v2, mistral4, nemotron_h, older, phimoe, weights,
+    AttentionBias, BiasRule, Family, NormRule, WindowRule, adjust, bailing, cohere2_moe, deepseek, experts, falcon_h1,
+    gemma4, granite, hunyuan, hybrid, kimi_linear, lfm2, llama4, mimo_v2, mistral4, nemotron_h, older, phimoe, weights,
 };
 
 const NEVER: AttentionBias = AttentionBias { qkv: BiasRule::Never, out: BiasRule::Never };
@@ -782,6 +782,19 @@ pub(super) const FAMILIES: &[Family] = &[
                       "first_k_dense_replace": 1, "norm_topk_prob": true, "num_key_value_heads": 8,
                       "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}"#,
         adjust: experts::glm4_moe,
+        ..WITHOUT_MLP_BIAS
+    },
+    Family {
+        name: "BailingMoeV2ForCausalLM",
+        model_type: "bailing_moe_v2",
+        names: &weights::BAILING_MOE_V2,
+        attention_bias: AttentionBias {
+            qkv: BiasRule::Field { name: "use_qkv_bias", default: false },
+            out: BiasRule::Field { name: "use_bias", default: false },
+        },
+        head_norm: Some(HeadNormSpan::Head),
+        partial_rotary: Some(1.0),
+        adjust: bailing::bailing_moe_v2,
         ..WITHOUT_MLP_BIAS
     },
     Family {

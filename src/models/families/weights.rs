@@ -364,6 +364,16 @@ const DEEPSEEK_EXPERTS: ExpertNames = ExpertNames {
 
 pub(super) const DEEPSEEK_MOE: Names = Names { experts: Some(DEEPSEEK_EXPERTS), ..LLAMA };
 
+/// The names of Ling 2.0.
+pub(super) const BAILING_MOE_V2: Names = Names {
+    embedding: "word_embeddings",
+    qkv: QkvNames::Stacked("attention.query_key_value"),
+    head_norms: ["attention.query_layernorm", "attention.key_layernorm"],
+    out: "attention.dense",
+    experts: Some(ExpertNames { selection_bias: Some(("mlp.gate.expert_bias", BiasForm::Vector)), ..DEEPSEEK_EXPERTS }),
+    ..LLAMA
+};
+
 pub(super) const MIMO_V2: Names = Names { sinks: Some("self_attn.attention_sink_bias"), ..DEEPSEEK_MOE };
 
 /// Attention and experts behind one norm.

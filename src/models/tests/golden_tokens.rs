@@ -16,7 +16,7 @@ use models::Config;
 use ops::DType;
 use support::{BLOCK_SIZE, MAX_ROWS, Runner, Sequence, golden_dir, on_changed, on_group, on_parts, on_stages};
 
-const CASES: [&str; 153] = [
+const CASES: [&str; 154] = [
     "llama3_gqa",
     "tied_mqa",
     "mha_bias_f32",
@@ -170,6 +170,7 @@ const CASES: [&str; 153] = [
     "phi3_modelopt_fp8",
     "qwen3_mixed",
     "qwen3_modelopt_mixed",
+    "bailing_moe_v2",
 ];
 
 /// One norm of all value heads: refused for several workers.
