@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-CASES = {"../../model_repository/tensorrt_llm/1": ["fp8", "fp8-block", "int8", "int4"], "qwen2": ["fp8", "fp8-block", "int8", "int4"]}
+CASES = {"../../model_repository/tensorrt_llm/1": ["fp8", "fp8-block", "int8", "int4"], "qwen2": ["fp8", "int8", "int4"]}
 PROMPT = [5, 17, 3, 99, 42, 7, 120, 61, 30, 8, 77, 23]
 
 

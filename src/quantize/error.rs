@@ -26,8 +26,8 @@ pub enum QuantizeError {
     #[error("{} is quantized already (`quant_method` is `{method}`); use the original checkpoint", .dir.display())]
     AlreadyQuantized { dir: PathBuf, method: String },
     /// No matrix can have the format.
-    #[error("no linear layer can be quantized to {format}: its inputs are no multiple of 32")]
-    NothingFits { format: &'static str },
+    #[error("no linear layer can be quantized to {format}: its inputs are no multiple of {multiple}")]
+    NothingFits { format: &'static str, multiple: usize },
     /// A format needs text.
     #[error("`--format int4-awq` needs text like that of the model's users: `--calibration FILE`; `int4` needs none")]
     NoCalibration,

@@ -49,9 +49,21 @@ impl Format {
         self == Self::Int4Awq
     }
 
-    /// The form of matrices with these numbers of inputs. Groups are as large as possible and of one size in the whole model; matrices whose
-    /// inputs are no multiple of 32 have none.
+    /// The number of which inputs must be a multiple.
+    pub(crate) fn multiple(self) -> usize {
+        match self {
+            Self::Fp8 => 1,
+            // Programs that round the inputs of a layer in groups of 128 read no others.
+            Self::Fp8Block => BLOCK,
+            Self::Int8 | Self::Int4 | Self::Int4Awq => 32,
+        }
+    }
+
+    /// The form of matrices with these numbers of inputs; `None` if all have another multiple. Groups are as large as possible and of one
+    /// size in the whole model.
     pub(crate) fn form(self, inputs: impl Iterator<Item = usize> + Clone) -> Option<Form> {
+        let usable = inputs.filter(|cols| cols.is_multiple_of(self.multiple()));
+        usable.clone().next()?;
         let (bits, has_zeros) = match self {
             Self::Fp8 => return Some(Form::Fp8Rows),
             Self::Fp8Block => return Some(Form::Fp8Blocks),
@@ -59,8 +71,6 @@ impl Format {
             Self::Int4 => (4, false),
             Self::Int4Awq => (4, true),
         };
-        let usable = inputs.filter(|cols| cols.is_multiple_of(32));
-        usable.clone().next()?;
         let group = [128, 64, 32].into_iter().find(|group| usable.clone().all(|cols| cols.is_multiple_of(*group)))?;
         Some(Form::Integers { bits, group, has_zeros })
     }
@@ -70,7 +80,8 @@ impl Form {
     /// Whether a matrix with this number of inputs can have the form.
     pub(crate) fn fits(self, cols: usize) -> bool {
         match self {
-            Self::Fp8Rows | Self::Fp8Blocks => true,
+            Self::Fp8Rows => true,
+            Self::Fp8Blocks => cols.is_multiple_of(BLOCK),
             Self::Integers { group, .. } => cols.is_multiple_of(group),
         }
     }

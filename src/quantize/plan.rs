@@ -52,7 +52,7 @@ impl<'a> Plan<'a> {
         inputs: &[LayerInputs],
     ) -> Result<Self, QuantizeError> {
         let form = format.form(groups.iter().map(|group| group.cols));
-        let form = form.ok_or(QuantizeError::NothingFits { format: format.name() })?;
+        let form = form.ok_or(QuantizeError::NothingFits { format: format.name(), multiple: format.multiple() })?;
         let by_name: HashMap<&str, StoredTensor<'a>> = tensors.iter().map(|tensor| (tensor.name, *tensor)).collect();
         let mut matrices = BTreeMap::new();
         for name in groups.iter().filter(|group| form.fits(group.cols)).flat_map(|group| &group.weights) {

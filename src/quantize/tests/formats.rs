@@ -64,7 +64,7 @@ fn format(name: &str) -> Format {
 fn transformers_computes_the_same_from_what_is_written() {
     let goldens = fs::read(golden_dir("").join("quantize.json")).unwrap();
     let goldens: Vec<serde_json::Value> = serde_json::from_slice(&goldens).unwrap();
-    assert_eq!(goldens.len(), 8);
+    assert_eq!(goldens.len(), 7);
     for golden in goldens {
         let (case, name) = (golden["case"].as_str().unwrap(), golden["format"].as_str().unwrap());
         let numbers = |value: &serde_json::Value| -> Vec<f64> {
@@ -170,6 +170,12 @@ fn what_cannot_be_quantized_is_refused_with_what_to_do() {
         ("llama_awq", Format::Fp8, None, "is quantized already (`quant_method` is `awq`); use the original checkpoint"),
         ("gpt2", Format::Int8, None, "stores its linear layers transposed"),
         ("none", Format::Int8, None, "config.json"),
+        (
+            "qwen2",
+            Format::Fp8Block,
+            None,
+            "no linear layer can be quantized to fp8-block: its inputs are no multiple of 128",
+        ),
         (DEMO, Format::Int4Awq, None, "`--calibration FILE`; `int4` needs none"),
         (DEMO, Format::Int4, Some("text"), "uses no calibration text; leave out `--calibration`"),
         (DEMO, Format::Int4Awq, Some("too short"), "calibration needs 512 at least"),
