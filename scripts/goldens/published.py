@@ -186,17 +186,23 @@ def as_published(config, architecture, model_type, **own):
     return {"architectures": [architecture], "model_type": model_type, "torch_dtype": dtype, **fields, **own}
 
 
-def internlm2(config, tensors):
-    """Packs the queries, key and value of each KV head together into `wqkv`."""
-    names = {"model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
-             "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
-             "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
+def under_other_names(tensors, names):
+    """The tensors under the publisher's names, without those of attention that have none."""
     stored = {}
     for key, tensor in tensors.items():
         for old, new in names.items():
             key = key.replace(old, new)
         if "self_attn" not in key:
             stored[key] = tensor
+    return stored
+
+
+def internlm2(config, tensors):
+    """Packs the queries, key and value of each KV head together into `wqkv`."""
+    names = {"model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
+             "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+             "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"}
+    stored = under_other_names(tensors, names)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
         groups = [tensors[f"{prefix}self_attn.{part}_proj.weight"].view(
@@ -209,12 +215,7 @@ def bailing(config, tensors):
     """Stacks q, k and v, under the publisher's names."""
     names = {"model.embed_tokens": "model.word_embeddings", "self_attn.o_proj": "attention.dense", "self_attn.q_norm": "attention.query_layernorm",
              "self_attn.k_norm": "attention.key_layernorm", "gate.e_score_correction_bias": "gate.expert_bias"}
-    stored = {}
-    for key, tensor in tensors.items():
-        for old, new in names.items():
-            key = key.replace(old, new)
-        if "self_attn" not in key:
-            stored[key] = tensor
+    stored = under_other_names(tensors, names)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
         parts = [tensors[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"]
