@@ -15,7 +15,7 @@ use super::error::ApiError;
 use super::fields::{Fields, check, tree_bytes};
 use super::guide;
 use super::parameter_fields::token_count;
-use super::parameters::{Parameters, ThinkingBudget};
+use super::parameters::{MAX_STOPS, Parameters, ThinkingBudget};
 use super::request::{CompletionRequest, Input};
 use super::respond::AnswerFormat;
 use super::tools::Tools;
@@ -110,14 +110,16 @@ fn read(body: &[u8], limits: &Limits, unknown: UnknownFields, purpose: Purpose) 
 
 /// The sampling fields of Anthropic's API under the names of OpenAI's.
 fn parameters(fields: &mut Fields, limits: &Limits) -> Result<Parameters, ApiError> {
-    if fields.peek("stop_sequences").is_some() {
-        if fields.peek("stop").is_some() {
-            return Err(ApiError::of_field("stop", "`stop` and `stop_sequences` are the same; send one of them."));
-        }
-        fields.rename("stop_sequences", "stop");
+    let has_sequences = fields.peek("stop_sequences").is_some();
+    if has_sequences && fields.peek("stop").is_some() {
+        return Err(ApiError::of_field("stop", "`stop` and `stop_sequences` are the same; send one of them."));
     }
-    fields.ignore(&["stop_sequences"]);
-    Parameters::read(fields, limits)
+    let sequences = fields.texts("stop_sequences", MAX_STOPS, limits)?;
+    let mut parameters = Parameters::read(fields, limits)?;
+    if has_sequences {
+        parameters.stop = sequences;
+    }
+    Ok(parameters)
 }
 
 /// `output_config`: the form of the answer, and the effort. The form was named `output_format` first.
@@ -345,6 +347,7 @@ mod tests {
             ("thinking", json!({"type": "adaptive", "budget_tokens": 2000}), "needs the type enabled"),
             ("thinking", json!({"type": "adaptive", "display": "short"}), "must be summarized or omitted"),
             ("thinking", json!({"type": "adaptive", "effort": "low"}), "`thinking.effort` is not known"),
+            ("stop_sequences", json!(5), "`stop_sequences` must be text or a list"),
             ("container", json!("c"), "`container` is not known"),
             ("tool_choice", json!({"type": "any"}), "lists no tool"),
         ] {

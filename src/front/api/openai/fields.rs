@@ -79,13 +79,6 @@ impl Fields {
         self.0.get(name).filter(|value| !value.is_null())
     }
 
-    /// Gives a field the name that another protocol has for it.
-    pub(crate) fn rename(&mut self, from: &str, to: &str) {
-        if let Some(value) = self.0.remove(from) {
-            self.0.insert(to.to_owned(), value);
-        }
-    }
-
     /// A string.
     pub(crate) fn text(&mut self, name: &'static str) -> Result<Option<String>, ApiError> {
         match self.take(name) {

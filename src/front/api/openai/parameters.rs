@@ -22,7 +22,7 @@ pub(super) const COMPLETION_TOKENS: u32 = 16;
 /// Maximum number of choices of a request.
 const MAX_CHOICES: i64 = 128;
 /// Maximum number of stop strings of a request, and of bad words.
-const MAX_STOPS: usize = 64;
+pub(super) const MAX_STOPS: usize = 64;
 /// Temperatures below this are greedy: their inverse is beyond what logits can be scaled by.
 const LEAST_TEMPERATURE: f64 = 1e-6;
 /// Range of `priority`.
