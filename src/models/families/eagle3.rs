@@ -98,10 +98,17 @@ pub(crate) fn read_eagle3(dir: &Path, num_layers: usize) -> Result<(Config, Eagl
     Ok((config, form, target_hidden_size))
 }
 
-/// Whether one of the objects has this flag.
+/// A flag of the objects, which must not contradict each other.
 fn flag(objects: &[&Fields], name: &str) -> Result<bool, ModelError> {
-    let flags: Vec<bool> = objects.iter().map(|fields| fields.flag(name, false)).collect::<Result<_, _>>()?;
-    Ok(flags.contains(&true))
+    let mut found = None;
+    for fields in objects.iter().filter(|fields| fields.get(name).is_some()) {
+        let flag = fields.flag(name, false)?;
+        if let Some(first) = found.filter(|first| *first != flag) {
+            return Err(fields.wrong(name, &format!("`{first}`, as outside of `eagle_config`"), &flag.into()));
+        }
+        found = Some(flag);
+    }
+    Ok(found.unwrap_or(false))
 }
 
 fn joined_norm(objects: &[&Fields]) -> Result<JoinedNorm, ModelError> {

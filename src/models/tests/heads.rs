@@ -285,6 +285,10 @@ fn an_eagle3_head_that_does_not_fit_or_is_of_another_form_is_refused_by_name() {
     let expected = "field `eagle_config.eagle_aux_hidden_state_layer_ids` must be a list of the same layers as outside of \
          `eagle_config`, the inputs of [2, 3, 4], found [1,2,4]";
     refused("eagle3", SPECFORGE, expected, &both(vec![1, 2, 4]));
+    refused("eagle3", SPECFORGE, "must be `false`, as outside of `eagle_config`, found true", &|config| {
+        config["norm_before_residual"] = false.into();
+        config["eagle_config"] = serde_json::json!({"norm_before_residual": true});
+    });
     // The outputs of 1, 2 and 3 are the inputs of 2, 3 and 4.
     for same in [vec![1, 2, 3], vec![2, 3, 4]] {
         let head = changed_head(SPECFORGE, both(same), str::to_owned);
