@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,13 @@ from ports import free_ports  # noqa: E402 (needs the path above)
 collect_ignore = ["frameworks", "node"]
 
 BINARIES = Path(os.environ.get("TRIREME_BINARIES", ROOT / "target/debug"))
+
+
+@pytest.fixture
+def short_folder():
+    """A folder with a short path, for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @dataclass

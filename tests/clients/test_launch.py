@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -25,13 +24,6 @@ def ports() -> tuple[list[int], list[str]]:
 
 def run(*words, environment: dict[str, str] | None = None, program: Path = BINARIES / "launch") -> subprocess.CompletedProcess:
     return subprocess.run([program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, env=os.environ | (environment or {}))
-
-
-@pytest.fixture
-def short_folder():
-    """A folder with a short path, for sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
 
 
 def test_two_worlds_of_one_user_with_different_run_directories_serve_at_once(short_folder):

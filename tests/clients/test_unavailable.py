@@ -68,14 +68,14 @@ def test_a_full_queue_is_unavailable_with_a_retry_after_trailer(narrow):
 
 
 @pytest.fixture
-def launched(tmp_path):
+def launched(tmp_path, short_folder):
     """A launcher with its own run directory, and the ports of its world."""
     ports = free_ports(3)
     models = repository(tmp_path / "models", identity=IDENTITY)
     command = [BINARIES / "launch", f"--model_repo={models}", "--device=cpu", f"--http_port={ports[0]}", f"--grpc_port={ports[1]}", f"--metrics_port={ports[2]}"]
     # Other worlds of this machine may use the launcher's default names of shared memory.
     command += ["--", f"--backend-config=python,shm-region-prefix-name=refusal{os.getpid()}_"]
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(short_folder), "TMPDIR": str(tmp_path)}
     log = (tmp_path / "launch.log").open("w")
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     yield process, ports, tmp_path / "launch.log"
