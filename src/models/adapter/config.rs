@@ -19,6 +19,7 @@ const HARMLESS: &[&str] = &[
     "auto_mapping",
     "peft_version",
     "lora_dropout",
+    "eva_config",
     "exclude_modules",
     "fan_in_fan_out",
     "layers_to_transform",
@@ -176,5 +177,8 @@ mod tests {
             assert!(error.starts_with(&format!("field `{field}` is ")), "{error}");
         }
         assert!(config(r#"{"r": 8, "lora_alpha": 8, "some_new_field": null, "loftq_config": {}}"#).is_ok());
+        // It says how the adapter was initialized.
+        let eva = r#"{"r": 8, "lora_alpha": 8, "init_lora_weights": "eva", "eva_config": {"rho": 2.0, "tau": 0.99}}"#;
+        assert!(config(eva).is_ok());
     }
 }
