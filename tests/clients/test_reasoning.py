@@ -119,4 +119,5 @@ def test_anthropics_client_gets_a_thinking_block(url):
     plain = client.messages.create(model="ensemble", max_tokens=8, messages=QUESTION)
     assert [block.type for block in plain.content] == ["text"]
     hidden = client.messages.create(model="ensemble", max_tokens=8, messages=QUESTION, thinking={"type": "adaptive", "display": "omitted"})
-    assert [block.type for block in hidden.content] == ["text"] and hidden.usage.output_tokens == 8
+    # The reasoning counts, although it is left out.
+    assert [block.type for block in hidden.content] == ["text"] and hidden.usage.output_tokens > 0
