@@ -245,7 +245,7 @@ impl World {
         self.audit();
     }
 
-    /// The workers begin anew, with other weights perhaps.
+    /// The model sleeps and wakes: the workers start again, perhaps with other weights, and no copy counts any longer.
     pub fn sleep(&mut self) {
         self.engine.recover();
         self.engine.forget_copies();
