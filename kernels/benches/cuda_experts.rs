@@ -1,7 +1,8 @@
 //! Layers of experts on the first GPU: each op, compared with the memory bandwidth and in TFLOP/s.
 //!
-//! `cargo bench -p kernels --bench cuda_experts [-- READ_TB_S]`; the default bandwidth is 4.47 TB/s, an H200's. Tokens
-//! choose their experts by random logits. Two layers run in turn.
+//! `cargo bench -p kernels --bench cuda_experts [-- [READ_TB_S] [SHAPE] [sorted]]`; the default bandwidth is 4.47 TB/s, an H200's. Tokens
+//! choose their experts by random logits. Two layers run in turn. As in steps, rows of many tokens are not copied: products gather them;
+//! with `sorted`, they are copied.
 
 mod gpu;
 
@@ -10,7 +11,7 @@ use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_fp8_gemm::grouped_fp8_gemm;
-use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, RowInputs, grouped_gemm};
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::route_few_tokens::{BARRIER_BYTES, FewRows, RouterProduct, route_few_tokens, takes};
@@ -34,13 +35,16 @@ const TOKENS: [usize; 8] = [1, 4, 8, 32, 128, 512, 2048, 8192];
 
 fn main() {
     let Some((gpu, q)) = gpu::open() else { return };
-    let read = std::env::args().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
+    let args: Vec<String> = std::env::args().collect();
+    let read = args.iter().find_map(|arg| arg.parse::<f64>().ok()).unwrap_or(4.47);
+    let has_arg = |name: &str| args.iter().any(|arg| arg == name);
+    let has_shape = SHAPES.iter().any(|(name, ..)| has_arg(name));
     println!("times in us; % read of the weights of the experts that are used; TFLOP/s of both products");
     println!(
         "{:>10} {:>5} {:>6} {:>6} {:>7} {:>7} {:>9} {:>9} {:>6} {:>8} {:>9}",
         "shape", "form", "tokens", "kernel", "sort", "sum", "gate_up", "down", "% read", "TFLOP/s", "all"
     );
-    for (name, count, top_k, hidden, inner) in SHAPES {
+    for (name, count, top_k, hidden, inner) in SHAPES.into_iter().filter(|(name, ..)| !has_shape || has_arg(name)) {
         let layers: Vec<[DeviceBuffer; 2]> =
             (0..2).map(|_| [random(&gpu, count * 2 * inner * hidden), random(&gpu, count * hidden * inner)]).collect();
         let expanded = DeviceBuffer::with_count::<bf16>(&gpu, count * 2 * inner * hidden).expect("memory");
@@ -75,21 +79,23 @@ fn main() {
             let (weight, width) = (router_weight.span(), hidden);
             let product = RouterProduct { x: x.span(), weight, width, gate: None, barrier: barrier.span() };
             // With few tokens, the product of the router is included.
-            let sort = |_| match takes(&gpu, tokens, top_k, count) {
-                true => {
-                    route_few_tokens(&q, sorted, choices, &router, product, tokens, FewRows { copied, rounded: None })
+            let is_few = takes(&gpu, tokens, top_k, count);
+            let sort = |is_gathered: bool| {
+                if is_few {
+                    let rows = FewRows { copied, rounded: None };
+                    return route_few_tokens(&q, sorted, choices, &router, product, tokens, rows);
                 }
-                false => {
-                    route_tokens(&q, choices, &router, tokens)?;
-                    if tokens <= 128 {
-                        return sort_routes(&q, sorted, choices, tokens, Some(copied));
-                    }
-                    sort_routes(&q, sorted, choices, tokens, None)?;
-                    gather_rows(&q, rows.span(), x.span(), sorted.tokens, routes, hidden)
+                route_tokens(&q, choices, &router, tokens)?;
+                let is_copied = tokens <= 128 && !is_gathered;
+                sort_routes(&q, sorted, choices, tokens, is_copied.then_some(copied))?;
+                if is_copied || is_gathered {
+                    return Ok(());
                 }
+                gather_rows(&q, rows.span(), x.span(), sorted.tokens, routes, hidden)
             };
             let sum = |_| sum_experts(&q, out.span(), &outputs, tokens);
-            let [sort_us, sum_us] = [microseconds(&q, runs, sort), microseconds(&q, runs, sum)];
+            sort(false).expect("a launch");
+            let sum_us = microseconds(&q, runs, sum);
             let starts: Vec<u32> = offsets.span().read(count + 1).expect("a copy");
             let used = starts.windows(2).filter(|pair| pair[1] > pair[0]).count();
             for ((form, format), kernel) in forms_and_kernels() {
@@ -117,29 +123,42 @@ fn main() {
                         _ => weight.expanded(&q, expanded.span()),
                     }
                 };
-                let multiply = |y: Span, x: Span, weight: &GroupedWeight, epilogue: GroupedEpilogue| match kernel {
-                    Some(kernel) => grouped_gemm(&q, y, x, weight, grouped, epilogue, kernel),
-                    None => {
-                        let rounded = Fp8Rows::in_buffer(expanded.span(), routes, weight.k);
-                        quantize_rows(&q, rounded, x, routes, weight.k)?;
-                        grouped_fp8_gemm(&q, y, rounded, weight, grouped, epilogue)
+                let multiply = |y: Span, inputs: RowInputs<Span>, weight: &GroupedWeight, epilogue: GroupedEpilogue| {
+                    if let Some(kernel) = kernel {
+                        return grouped_gemm(&q, y, inputs, weight, grouped, epilogue, kernel);
                     }
+                    let in_e4m3 = |x: Span, count: usize| {
+                        let rounded = Fp8Rows::in_buffer(expanded.span(), count, weight.k);
+                        quantize_rows(&q, rounded, x, count, weight.k)?;
+                        Ok(rounded)
+                    };
+                    let inputs = match inputs {
+                        RowInputs::Sorted(x) => RowInputs::Sorted(in_e4m3(x, routes)?),
+                        RowInputs::OfTokens { x, of_rows } => RowInputs::OfTokens { x: in_e4m3(x, tokens)?, of_rows },
+                    };
+                    grouped_fp8_gemm(&q, y, inputs, weight, grouped, epilogue)
                 };
+                let is_gathered = !is_few && matches!(kernel, Some(Kernel::Wide) | None) && !has_arg("sorted");
                 let gate_up = |i: usize| {
                     let weight = weight(i, 0, 2 * inner, hidden)?;
                     let epilogue = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
-                    multiply(inside.span(), rows.span(), &weight, epilogue)
+                    let inputs = match is_gathered {
+                        true => RowInputs::OfTokens { x: x.span(), of_rows: sorted.tokens },
+                        false => RowInputs::Sorted(rows.span()),
+                    };
+                    multiply(inside.span(), inputs, &weight, epilogue)
                 };
                 let down = |i: usize| {
                     let weight = weight(i, 1, hidden, inner)?;
-                    multiply(y.span(), inside.span(), &weight, GroupedEpilogue::Store)
+                    multiply(y.span(), RowInputs::Sorted(inside.span()), &weight, GroupedEpilogue::Store)
                 };
                 let whole = |i: usize| {
-                    sort(i)?;
+                    sort(is_gathered)?;
                     gate_up(i)?;
                     down(i)?;
                     sum(i)
                 };
+                let sort_us = microseconds(&q, runs, |_| sort(is_gathered));
                 let [up, down] = [microseconds(&q, runs, gate_up), microseconds(&q, runs, down)];
                 let all = microseconds(&q, runs, whole);
                 let row_bytes = |cols: usize| format.map_or(2 * cols, |format| format.row_bytes(cols));

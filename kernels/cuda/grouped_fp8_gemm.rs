@@ -1,7 +1,7 @@
 //! Products of experts whose weights and inputs are in e4m3, on Hopper. Kernel: `sm90_grouped_fp8_gemm.cu`.
 
 use super::error::ensure;
-use super::grouped_gemm::{GroupedEpilogue, GroupedRows, GroupedWeight, check_products, parameters, ring};
+use super::grouped_gemm::{GroupedEpilogue, GroupedRows, GroupedWeight, RowInputs, check_products, parameters, ring};
 use super::packed_weight::{PackedFormat, TILE};
 use super::quantize_rows::Fp8Rows;
 use super::tensor_map::TensorMap;
@@ -22,12 +22,12 @@ pub fn has_grouped_fp8_kernel(gpu: &Gpu, format: PackedFormat) -> bool {
     is_fp8 && gpu.capability().0 == 9 && gpu.has_kernel("sm90_grouped_fp8_gemm_blocks")
 }
 
-/// [`super::grouped_gemm::grouped_gemm`] for weights in [`PackedFormat::Fp8Rows`] or [`PackedFormat::Fp8Blocks`] and inputs of
-/// `rows.routes` rows that are rounded to e4m3. The result of a row depends on no other rows, nor on their number.
+/// [`super::grouped_gemm::grouped_gemm`] for weights in [`PackedFormat::Fp8Rows`] or [`PackedFormat::Fp8Blocks`] and inputs that are
+/// rounded to e4m3. The result of a row depends on no other rows, nor on their number.
 pub fn grouped_fp8_gemm(
     q: &Queue,
     y: Span,
-    x: Fp8Rows,
+    inputs: RowInputs<Fp8Rows>,
     weight: &GroupedWeight,
     rows: GroupedRows,
     epilogue: GroupedEpilogue,
@@ -39,15 +39,16 @@ pub fn grouped_fp8_gemm(
         _ => return Err(CudaError::argument(OP, "the weights are not in e4m3")),
     };
     check_products(y, weight, rows, epilogue)?;
-    x.check(rows.routes, k)?;
+    let (tokens, (x, x_rows)) = (inputs.tokens(rows)?, inputs.values(rows));
+    x.check(x_rows, k)?;
     let (slices, tile_rows) = (format.slices(k), rows.tokens.next_power_of_two().clamp(8, MAX_TILE_ROWS));
     let codes_map = TensorMap::bytes_matrix(codes, num_experts * n, format.row_bytes(k), COLUMNS, SLICE)?;
-    let [x_map, x_box_map] = [8, BOX_ROWS]
-        .map(|rows_of_box| TensorMap::bytes_matrix(x.codes, rows.routes, slices * SLICE, rows_of_box, SLICE));
+    let [x_map, x_box_map] =
+        [8, BOX_ROWS].map(|rows_of_box| TensorMap::bytes_matrix(x.codes, x_rows, slices * SLICE, rows_of_box, SLICE));
     let (x_map, x_box_map) = (x_map?, x_box_map?);
     let parameters = parameters(y, weight, rows, epilogue);
-    let pitch = Fp8Rows::pitch(rows.routes);
-    let operands = [x.scales.address(), scales.address(), pitch as u64 | (slices as u64) << 32];
+    let sizes = Fp8Rows::pitch(x_rows) as u64 | (slices as u64) << 32;
+    let operands = [x.scales.address(), scales.address(), sizes, x.codes.address(), tokens.address()];
     let stage_bytes = (COLUMNS + tile_rows) * SLICE + 2 * 16 + tile_rows * size_of::<f32>() + 16;
     let (stages, shared) = ring(q.gpu(), stage_bytes, 16, 0);
     ensure!(OP, stages > 1, "shared memory is too small for tiles of {tile_rows} rows");

@@ -23,6 +23,8 @@ const PLAIN: u32 = 6;
 const WIDE_ROWS: usize = 24;
 /// The same for weights in 8 or 4 bits, all of which are expanded for it.
 const PACKED_WIDE_ROWS: usize = 72;
+/// Rows of an expert from which on tiles have 192 rows.
+const ROWS_OF_192: usize = 96;
 
 /// The weights `[num_experts, n, k]` of a layer of a worker's experts, and their biases `[num_experts, n]` in bf16.
 #[derive(Debug, Clone, Copy)]
@@ -104,6 +106,37 @@ pub struct GroupedRows {
     pub routes: usize,
 }
 
+/// The inputs of a product.
+#[derive(Debug, Clone, Copy)]
+pub enum RowInputs<X> {
+    /// `[routes, k]`, sorted by expert.
+    Sorted(X),
+    /// `[tokens, k]`, which the kernel gathers.
+    OfTokens {
+        /// The rows of tokens.
+        x: X,
+        /// `[routes]` u32: the token of each row.
+        of_rows: Span,
+    },
+}
+
+impl<X> RowInputs<X> {
+    /// The values, and their number of rows.
+    pub(super) fn values(self, rows: GroupedRows) -> (X, usize) {
+        match self {
+            Self::Sorted(x) => (x, rows.routes),
+            Self::OfTokens { x, .. } => (x, rows.tokens),
+        }
+    }
+
+    /// The token of each row; [`Span::NULL`] if rows are sorted. Fails if there are too few.
+    pub(super) fn tokens(&self, rows: GroupedRows) -> Result<Span, CudaError> {
+        let Self::OfTokens { of_rows, .. } = *self else { return Ok(Span::NULL) };
+        ensure!(OP, of_rows.count::<u32>() >= rows.routes, "there are tokens of fewer than {} rows", rows.routes);
+        Ok(of_rows)
+    }
+}
+
 /// The kernel that computes a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
@@ -132,24 +165,26 @@ impl Kernel {
 
 /// Whether this GPU and this build have the fast kernels.
 pub fn has_hopper_kernels(gpu: &Gpu) -> bool {
-    gpu.capability().0 == 9 && gpu.has_kernel("sm90_grouped_gemm_bf16")
+    gpu.capability().0 == 9 && gpu.has_kernel("sm90_grouped_gemm_bf16_m128")
 }
 
 /// `y[r, :] = x[r, :] @ weight[expert of r]^T + bias`, `[routes, n]`, and an activation of it; if it is gated, `[routes, n / 2]`, where the
 /// rows of each expert's weight are packed in groups of [`GATE_GROUP`]. The result of a row does not depend on other rows; if weights are packed and the kernel is
-/// [`Kernel::Skinny`], on nothing but whether there are more than 16 tokens.
+/// [`Kernel::Skinny`], on nothing but whether there are more than 16 tokens. Only [`Kernel::Wide`] gathers rows of tokens.
 pub fn grouped_gemm(
     q: &Queue,
     y: Span,
-    x: Span,
+    inputs: RowInputs<Span>,
     weight: &GroupedWeight,
     rows: GroupedRows,
     epilogue: GroupedEpilogue,
     kernel: Kernel,
 ) -> Result<(), CudaError> {
     check_products(y, weight, rows, epilogue)?;
-    ensure!(OP, x.count::<bf16>() >= rows.routes * weight.k, "x is shorter than {} x {}", rows.routes, weight.k);
+    let (tokens, (x, x_rows)) = (inputs.tokens(rows)?, inputs.values(rows));
+    ensure!(OP, x.count::<bf16>() >= x_rows * weight.k, "x is shorter than {x_rows} x {}", weight.k);
     ensure!(OP, x.is_aligned(16), "x is not 16-byte aligned");
+    ensure!(OP, tokens.is_null() || kernel == Kernel::Wide, "rows of tokens by {kernel:?}; expected Wide");
     let takes_packed = matches!(kernel, Kernel::Skinny | Kernel::InOrder);
     ensure!(OP, weight.packed.is_none() || takes_packed, "packed weights by {kernel:?}; expected Skinny or InOrder");
     let GroupedWeight { num_experts, n, k, .. } = *weight;
@@ -185,18 +220,31 @@ pub fn grouped_gemm(
         }
         Kernel::Wide => {
             let w_map = TensorMap::matrix(weight.weight, num_experts * n, k, 256, 64)?;
-            let x_map = TensorMap::matrix(x, rows.routes, k, 64, 64)?;
-            let (stages, shared) = ring(q.gpu(), (128 + 256) * 64 * 2, 16, 0);
+            let x_map = TensorMap::matrix(x, x_rows, k, 64, 64)?;
+            // Barriers of each stage and the table of tiles follow the stages.
+            let tile_rows = wide_tile_rows(rows.routes, num_experts);
+            let (stage_bytes, table_bytes) = ((tile_rows + 256) * 64 * 2 + 2 * 8, MAX_EXPERTS * 4);
+            let stages = (q.gpu().max_shared_bytes() as usize - table_bytes) / stage_bytes;
+            ensure!(OP, stages > 1, "shared memory is too small for tiles of {tile_rows} x 256");
+            let from = [x.address(), tokens.address()];
             let args = [
                 Arg::Bytes(w_map.bytes()),
                 Arg::Bytes(x_map.bytes()),
+                Arg::Bytes(bytemuck::bytes_of(&from)),
                 Arg::Bytes(bytemuck::bytes_of(&parameters)),
-                stages.into(),
+                (stages as u32).into(),
             ];
-            let launch = Launch::new(q.gpu().num_multiprocessors(), 3 * 128).shared(shared);
-            q.launch("sm90_grouped_gemm_bf16", launch, &args)
+            let shared = (stages * stage_bytes + table_bytes) as u32;
+            // A warpgroup for each 64 rows, and one that loads.
+            let launch = Launch::new(q.gpu().num_multiprocessors(), 2 * tile_rows as u32 + 128).shared(shared);
+            q.launch(&format!("sm90_grouped_gemm_bf16_m{tile_rows}"), launch, &args)
         }
     }
+}
+
+/// Rows of a tile of [`Kernel::Wide`]. Tiles of 192 read the weights less often; tiles of 128 are faster if experts have few rows.
+fn wide_tile_rows(routes: usize, num_experts: usize) -> usize {
+    if routes >= num_experts * ROWS_OF_192 { 192 } else { 128 }
 }
 
 /// The kernel for packed weights `[n, k]` of all experts, in tiles of `tile_rows` of `routes` rows, with `groups` warpgroups that multiply.

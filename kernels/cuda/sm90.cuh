@@ -27,6 +27,11 @@ __device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Signals the barrier, for this thread, after all copies that it started are complete.
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n"
@@ -85,6 +90,9 @@ __device__ __forceinline__ void tensor_load_3d(u32 dst, const TensorMap* map, i3
 }
 
 // Warpgroup products: 64 rows of A by columns of B, both K-major in shared memory under the 128-byte swizzle.
+
+// What was written to shared memory by this thread, or by another whose signal it waited for, becomes visible to the products.
+__device__ __forceinline__ void products_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Descriptor of a tile whose rows are 128 bytes; eight rows form a swizzle atom of 1024 bytes.
 __device__ __forceinline__ u64 tile_descriptor(u32 address) {

@@ -211,11 +211,6 @@ struct Work {
     }
 };
 
-// Signals the barrier, for this thread, after all copies that it started are complete.
-__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // For K and V, for whole tiles and halves.
 struct Maps {
     const TensorMap *k, *v, *half_k, *half_v;

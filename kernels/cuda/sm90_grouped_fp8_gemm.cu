@@ -3,23 +3,25 @@
 // archs: 90a
 //
 // x        codes [R, 128 S], rows sorted by expert, through tensor maps with boxes of 8 and of 64 rows, S slices of K; scales
-//          [S, pitch] f32: as quantize_rows.cu writes them
+//          [S, pitch] f32: as quantize_rows.cu writes them. Or `tokens` [R] u32, the token of each row, and the tokens' codes
+//          [T, 128 S] and scales
 // w        codes [L N, 128 S] through tensor map `w_map`, box [128, 128], and scales, as quantized.cuh describes for one matrix of L N rows
 // y        [R, N] bf16, also through an activation, or [R, N / 2] bf16 = act(gate) * up: grouped.cuh
 // maths    as sm90_fp8_gemm.cu: the products of a slice are summed in the tensor cores, times the scales of the row and of the block
 //          (FP8_BLOCKS), and added in fp32, slices in order; at the end times the scale of w's row (FP8_ROWS). No result depends on
 //          the values or the number of other rows
 // launch   one block for each multiprocessor, 384 threads, dynamic shared memory from the wrapper. Work items are (tile of at most
-//          `tile_rows` rows of an expert, 128 rows of its w). One warp keeps a ring of slices filled; two warpgroups multiply 64 rows
-//          of w each, the 64-row operand, by as many rows of x as the tile has
+//          `tile_rows` rows of an expert, 128 rows of its w). One warpgroup keeps a ring of slices filled; two multiply 64 rows of w
+//          each, the 64-row operand, by as many rows of x as the tile has
 // needs    N % 64 == 0, L <= 512: checked in grouped_fp8_gemm.rs
 // bound    few rows: memory, the codes of each expert that has rows; many: the tensor cores
 // test     tests/cuda_quantized_experts.rs
+#include "grouped_rows.cuh"
 #include "grouped_store.cuh"
 #include "sm90_quantized.cuh"
 #include "sm90_wgmma_e4m3.cuh"
 
-constexpr u32 SLICE = 128, GROUPS = 2, CONSUMERS = GROUPS * 128, BOX = 64;
+constexpr u32 SLICE = 128, GROUPS = 2, CONSUMERS = GROUPS * 128, BOX = 64, MAX_TILE_ROWS = 128;
 constexpr u32 W_BYTES = GROUPS * TILE * SLICE, W_SCALES = GROUPS * 16;
 
 struct Fp8GroupedRing {
@@ -30,7 +32,7 @@ struct Fp8GroupedRing {
     __device__ u32 w(i32 s, u32 group) const { return base + s * (W_BYTES + x_rows * SLICE) + group * TILE * SLICE; }
     __device__ u32 x(i32 s) const { return w(s, GROUPS); }
     __device__ u32 w_scales(i32 s) const { return w(stages, 0) + s * (W_SCALES + x_rows * 4 + 16); }
-    // From the last multiple of 4 up to the tile's first row on.
+    // From the last multiple of 4 up to the tile's first row on; if rows are gathered, from the tile's first row on.
     __device__ u32 x_scales(i32 s) const { return w_scales(s) + W_SCALES; }
 };
 
@@ -39,17 +41,18 @@ struct Operands {
     const u8* w_scales;
     i32 x_pitch;
     i32 slices;
+    const u8* x;        // the tokens' codes
+    const u32* tokens;  // null if rows are sorted
+
+    __device__ bool are_gathered() const { return tokens != nullptr; }
 };
 
-// One thread: loads slice i of a tile as soon as the stage is free.
+// One thread: loads slice i of a tile's w, and what `x_bytes` more will be loaded.
 template <int FORMAT>
-__device__ __forceinline__ void load_slice(const Fp8GroupedRing& ring, const TensorMap* w_map, const TensorMap* x_map, const TensorMap* x_box_map,
-                                           const Grouped& p, const Operands& operands, const Tile& tile, const Cursor& at, i32 i) {
+__device__ __forceinline__ void load_w(const Fp8GroupedRing& ring, const TensorMap* w_map, const Grouped& p, const Operands& operands,
+                                       const Tile& tile, const Cursor& at, i32 i, u32 x_bytes) {
     const u32 first_row = tile.expert * p.n + tile.column * GROUPS * TILE, full = ring.full + 8 * at.stage;
-    const u32 rows = (tile.rows + 7) / 8 * 8, first_scale = tile.first / 4 * 4;
-    const u32 scale_bytes = (tile.first + tile.rows - first_scale + 3) / 4 * 16;
-    barrier_wait(ring.empty + 8 * at.stage, at.parity);
-    barrier_arrive_expect(full, W_BYTES + (FORMAT == FP8_BLOCKS ? W_SCALES : 0) + rows * SLICE + scale_bytes);
+    barrier_arrive_expect(full, W_BYTES + (FORMAT == FP8_BLOCKS ? W_SCALES : 0) + x_bytes);
     tensor_load(ring.w(at.stage, 0), w_map, i * SLICE, first_row, full, EVICT_FIRST);
     if constexpr (FORMAT == FP8_BLOCKS) {
         const u32 last = p.groups * p.n / TILE - 1;
@@ -59,23 +62,63 @@ __device__ __forceinline__ void load_slice(const Fp8GroupedRing& ring, const Ten
             bulk_load(ring.w_scales(at.stage) + 16 * group, from, 16, full, EVICT_FIRST);
         }
     }
-    const float* scales = operands.x_scales + (i64)i * operands.x_pitch + first_scale;
-    bulk_load(ring.x_scales(at.stage), reinterpret_cast<const u8*>(scales), scale_bytes, full, EVICT_LAST);
-    u32 row = 0;
-    for (; row + BOX <= rows; row += BOX) {
-        tensor_load(ring.x(at.stage) + row * SLICE, x_box_map, i * SLICE, tile.first + row, full, EVICT_LAST);
+}
+
+// One thread: loads slices of tiles, whose rows of x are sorted.
+template <int FORMAT>
+__device__ __forceinline__ void load_sorted(const Fp8GroupedRing& ring, const Tiles& tiles, const TensorMap* w_map, const TensorMap* x_map,
+                                            const TensorMap* x_box_map, const Grouped& p, const Operands& operands, u32 items) {
+    Cursor at{0, 1};
+    for (u32 index = blockIdx.x; index < items; index += gridDim.x) {
+        const Tile tile = tiles.tile(index);
+        const u32 rows = (tile.rows + 7) / 8 * 8, first_scale = tile.first / 4 * 4;
+        const u32 scale_bytes = (tile.first + tile.rows - first_scale + 3) / 4 * 16;
+        for (i32 i = 0; i < operands.slices; ++i) {
+            barrier_wait(ring.empty + 8 * at.stage, at.parity);
+            load_w<FORMAT>(ring, w_map, p, operands, tile, at, i, rows * SLICE + scale_bytes);
+            const u32 full = ring.full + 8 * at.stage;
+            const float* scales = operands.x_scales + (i64)i * operands.x_pitch + first_scale;
+            bulk_load(ring.x_scales(at.stage), reinterpret_cast<const u8*>(scales), scale_bytes, full, EVICT_LAST);
+            u32 row = 0;
+            for (; row + BOX <= rows; row += BOX) {
+                tensor_load(ring.x(at.stage) + row * SLICE, x_box_map, i * SLICE, tile.first + row, full, EVICT_LAST);
+            }
+            for (; row < rows; row += 8) tensor_load(ring.x(at.stage) + row * SLICE, x_map, i * SLICE, tile.first + row, full, EVICT_LAST);
+            at.advance(1, ring.stages);
+        }
     }
-    for (; row < rows; row += 8) tensor_load(ring.x(at.stage) + row * SLICE, x_map, i * SLICE, tile.first + row, full, EVICT_LAST);
+}
+
+// One warpgroup: the same for rows of tokens. A thread copies the scale of one row.
+template <int FORMAT>
+__device__ __forceinline__ void load_gathered(const Fp8GroupedRing& ring, const Tiles& tiles, const TensorMap* w_map, const Grouped& p,
+                                              const Operands& operands, u32 items) {
+    const u32 row = threadIdx.x - CONSUMERS;
+    Cursor at{0, 1};
+    for (u32 index = blockIdx.x; index < items; index += gridDim.x) {
+        const Tile tile = tiles.tile(index);
+        const GatheredRows<MAX_TILE_ROWS> rows(operands.tokens, tile);
+        const float* scale = operands.x_scales + (row < tile.rows ? operands.tokens[tile.first + row] : 0);
+        for (i32 i = 0; i < operands.slices; ++i) {
+            barrier_wait(ring.empty + 8 * at.stage, at.parity);
+            if (row == 0) load_w<FORMAT>(ring, w_map, p, operands, tile, at, i, 0);
+            rows.copy(ring.x(at.stage), operands.x, operands.slices * SLICE, i, tile.rows);
+            if (row < tile.rows) copy_async_4(ring.x_scales(at.stage) + 4 * row, scale + (i64)i * operands.x_pitch);
+            arrive_when_copied(ring.full + 8 * at.stage);
+            at.advance(1, ring.stages);
+        }
+    }
 }
 
 // One warpgroup: the sums of 64 rows of w for all slices of a tile, stored.
 template <int FORMAT, int NT>
 __device__ __forceinline__ void multiply_item(const Fp8GroupedRing& ring, const Grouped& p, const Operands& operands, const Tile& tile,
                                               Cursor& at, u32 group) {
-    const u32 offset = 4 * (tile.first % 4 + threadIdx.x % 4 * 2);
+    const u32 offset = 4 * ((operands.are_gathered() ? 0 : tile.first % 4) + threadIdx.x % 4 * 2);
     float acc[NT / 2] = {};
     for (i32 i = 0; i < operands.slices; ++i) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
+        if (operands.are_gathered()) products_fence();
         const u64 w = tile_descriptor(ring.w(at.stage, group)), x = tile_descriptor(ring.x(at.stage));
         float sums[NT / 2];
         wgmma_fence();
@@ -124,7 +167,8 @@ __device__ __forceinline__ void grouped_fp8_gemm(const TensorMap* w_map, const T
     const u32 aligned = (shared_address(dynamic) + 1023) & ~1023u, bars = shared_address(barriers);
     const Fp8GroupedRing ring{aligned, bars, bars + 8 * stages, tile_rows, stages};
     if (threadIdx.x == 0) {
-        for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, CONSUMERS / 32);
+        const u32 copying = operands.are_gathered() ? 128 : 0;
+        for (i32 s = 0; s < stages; ++s) barrier_init(ring.full + 8 * s, 1 + copying), barrier_init(ring.empty + 8 * s, CONSUMERS / 32);
         barrier_init_fence();
     }
     pdl_wait();
@@ -133,15 +177,8 @@ __device__ __forceinline__ void grouped_fp8_gemm(const TensorMap* w_map, const T
     const u32 items = tiles.total(), group = threadIdx.x / 128;
     if (group == GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        if (threadIdx.x != CONSUMERS) return;
-        Cursor at{0, 1};
-        for (u32 index = blockIdx.x; index < items; index += gridDim.x) {
-            const Tile tile = tiles.tile(index);
-            for (i32 i = 0; i < operands.slices; ++i) {
-                load_slice<FORMAT>(ring, w_map, x_map, x_box_map, p, operands, tile, at, i);
-                at.advance(1, stages);
-            }
-        }
+        if (operands.are_gathered()) load_gathered<FORMAT>(ring, tiles, w_map, p, operands, items);
+        else if (threadIdx.x == CONSUMERS) load_sorted<FORMAT>(ring, tiles, w_map, x_map, x_box_map, p, operands, items);
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");

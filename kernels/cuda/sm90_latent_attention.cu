@@ -71,9 +71,6 @@ __device__ __forceinline__ void wgmma_rows<256>(float* d, u64 a, u64 b) {
 #undef F4
 #undef F16
 
-// What this thread wrote to shared memory becomes visible to the products.
-__device__ __forceinline__ void products_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 template <int RANK>
 __device__ __forceinline__ void latent_attention(const LatentAttention& a) {
     constexpr int COLUMNS = RANK / 2;

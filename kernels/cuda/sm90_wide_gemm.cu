@@ -26,6 +26,7 @@ struct WideRing {
 
     __device__ u32 x(i32 s, int group) const { return base + s * STAGE_BYTES + group * GROUP_ROWS * BK * 2; }
     __device__ u32 w(i32 s) const { return base + s * STAGE_BYTES + X_BYTES; }
+    __device__ void wait_full(const Cursor& at) const { barrier_wait(full + 8 * at.stage, at.parity); }
 };
 
 // The tiles of a block, and its runs: those of all parts, or of one.

@@ -4,12 +4,12 @@ mod gpu;
 
 use std::sync::Arc;
 
-use gpu::{Random, assert_close, floats, poisoned};
+use gpu::{Random, assert_close, floats, poisoned, rows_of_tokens};
 use half::bf16;
 use kernels::cuda::gate_rows::gate_rows;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::grouped_gemm::{
-    Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels,
+    Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, RowInputs, grouped_gemm, has_hopper_kernels,
 };
 use kernels::cuda::route_tokens::Choices;
 use kernels::cuda::scale_routes::scale_routes;
@@ -132,7 +132,27 @@ impl Product {
     }
 
     fn run(&self, gpu: &Arc<Gpu>, q: &Queue, epilogue: GroupedEpilogue, kernel: Kernel) -> Vec<bf16> {
-        let (x, weight) = (upload(gpu, &self.x), upload(gpu, &self.weight));
+        let x = upload(gpu, &self.x);
+        self.run_with(gpu, q, RowInputs::Sorted(x.span()), epilogue, kernel)
+    }
+
+    /// The same if the rows are found through the tokens of rows.
+    fn run_gathered(&self, gpu: &Arc<Gpu>, q: &Queue, epilogue: GroupedEpilogue) -> Vec<bf16> {
+        let (x, of_rows) = rows_of_tokens(&self.x, self.k);
+        let (x, of_rows) = (upload(gpu, &x), upload(gpu, &of_rows));
+        let inputs = RowInputs::OfTokens { x: x.span(), of_rows: of_rows.span() };
+        self.run_with(gpu, q, inputs, epilogue, Kernel::Wide)
+    }
+
+    fn run_with(
+        &self,
+        gpu: &Arc<Gpu>,
+        q: &Queue,
+        inputs: RowInputs<Span>,
+        epilogue: GroupedEpilogue,
+        kernel: Kernel,
+    ) -> Vec<bf16> {
+        let weight = upload(gpu, &self.weight);
         let bias = self.bias.as_deref().map(|bias| upload(gpu, bias));
         let starts = std::iter::once(0).chain(self.counts.iter().scan(0, |sum, count| {
             *sum += *count as u32;
@@ -147,11 +167,14 @@ impl Product {
             n: self.n,
             k: self.k,
         };
-        let tokens = self.counts.iter().copied().max().expect("an expert");
+        let tokens = match inputs {
+            RowInputs::Sorted(_) => self.counts.iter().copied().max().expect("an expert"),
+            RowInputs::OfTokens { .. } => self.rows,
+        };
         let rows = GroupedRows { offsets: offsets.span(), tokens, routes: self.rows };
         let count = self.rows * epilogue.outputs(self.n);
         let y = poisoned::<bf16>(gpu, q, count);
-        grouped_gemm(q, y.span(), x.span(), &weight, rows, epilogue, kernel).expect("a launch");
+        grouped_gemm(q, y.span(), inputs, &weight, rows, epilogue, kernel).expect("a launch");
         q.wait().expect("the kernel runs");
         y.span().read(count).expect("a copy")
     }
@@ -189,8 +212,15 @@ fn every_expert_multiplies_its_rows() {
         false => &[Kernel::Simple],
     };
     let mut random = Random::new(3);
-    let counts: [&[usize]; 5] =
-        [&[1], &[0, 3, 0, 1], &[9, 0, 17, 64, 65, 2, 0, 1, 1, 1, 4], &[130, 0, 1, 64, 257], &[0, 0, 5, 0, 0, 0]];
+    // The last one has tiles of 192 rows.
+    let counts: [&[usize]; 6] = [
+        &[1],
+        &[0, 3, 0, 1],
+        &[9, 0, 17, 64, 65, 2, 0, 1, 1, 1, 4],
+        &[130, 0, 1, 64, 257],
+        &[0, 0, 5, 0, 0, 0],
+        &[200, 1, 97],
+    ];
     for (index, counts) in counts.into_iter().enumerate() {
         for [n, k] in
             [[16, 8], [64, 64], [80, 136], [528, 264], [256, 768], [1008, 520], [928, 264], [264, 928], [2048, 2056]]
@@ -269,13 +299,35 @@ fn both_kernels_of_hopper_have_the_same_bits() {
         return;
     }
     let mut random = Random::new(5);
-    for ([n, k], has_bias) in [([512, 1024], false), ([1536, 2048], true), ([80, 136], true)] {
-        let product = Product::new(&mut random, &[3, 90, 0, 33, 1], [n, k], has_bias);
+    let counts: [&[usize]; 2] = [&[3, 90, 0, 33, 1], &[200, 1, 97]];
+    let shapes = [([512, 1024], false), ([1536, 2048], true), ([80, 136], true)];
+    for (counts, ([n, k], has_bias)) in counts.into_iter().flat_map(|counts| shapes.map(|shape| (counts, shape))) {
+        let product = Product::new(&mut random, counts, [n, k], has_bias);
         let activated = GroupedEpilogue::Activated(GateActivation::ReluSquared);
         let gated = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
         for epilogue in [GroupedEpilogue::Store, activated, gated] {
             let [skinny, wide] = [Kernel::Skinny, Kernel::Wide].map(|kernel| product.run(&gpu, &q, epilogue, kernel));
             assert_eq!(skinny, wide, "{n} x {k}, {epilogue:?}");
+        }
+    }
+}
+
+#[test]
+fn gathered_rows_give_the_bits_of_sorted_rows() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    if !has_hopper_kernels(&gpu) {
+        return;
+    }
+    let mut random = Random::new(6);
+    let counts: [&[usize]; 4] = [&[1], &[9, 0, 17, 64, 65, 2, 0, 1], &[130, 0, 1, 64, 257], &[192, 193, 500, 0, 128]];
+    for (index, counts) in counts.into_iter().enumerate() {
+        for [n, k] in [[16, 8], [80, 136], [256, 768], [528, 264], [1536, 2056]] {
+            let product = Product::new(&mut random, counts, [n, k], index % 2 == 0);
+            for epilogue in [GroupedEpilogue::Store, GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu))] {
+                let sorted = product.run(&gpu, &q, epilogue, Kernel::Wide);
+                let gathered = product.run_gathered(&gpu, &q, epilogue);
+                assert_eq!(sorted, gathered, "{n} x {k}, {counts:?}, {epilogue:?}");
+            }
         }
     }
 }

@@ -9,12 +9,12 @@ mod quantized;
 use std::sync::Arc;
 
 use fp8_rows::{quantize, quantized_values};
-use gpu::{Random, floats, poisoned};
+use gpu::{Random, floats, poisoned, rows_of_tokens};
 use half::bf16;
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::grouped_fp8_gemm::{grouped_fp8_gemm, has_grouped_fp8_kernel};
 use kernels::cuda::grouped_gemm::{
-    Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels,
+    Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, RowInputs, grouped_gemm, has_hopper_kernels,
 };
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
@@ -35,17 +35,41 @@ impl Experts {
     }
 
     /// The products of `x`, whose rows are sorted; `counts` has the rows of each expert. Without a kernel, inputs are rounded to e4m3.
+    /// Then they also have the same bits if they are rows of tokens.
     fn run(
+        &self,
+        on: (&Arc<Gpu>, &Queue),
+        x: &[bf16],
+        counts: &[usize],
+        epilogue: GroupedEpilogue,
+        kernel: Option<Kernel>,
+    ) -> Vec<f32> {
+        let found = self.run_on(on, x, counts, epilogue, kernel, false);
+        if kernel.is_none() {
+            assert_eq!(found, self.run_on(on, x, counts, epilogue, kernel, true), "rows of tokens, {counts:?}");
+        }
+        found
+    }
+
+    fn run_on(
         &self,
         (gpu, q): (&Arc<Gpu>, &Queue),
         x: &[bf16],
         counts: &[usize],
         epilogue: GroupedEpilogue,
         kernel: Option<Kernel>,
+        are_of_tokens: bool,
     ) -> Vec<f32> {
         let upload = |values: &[bf16]| DeviceBuffer::from_slice(gpu, values).expect("memory");
         let (k, routes) = (self.weight.k, x.len() / self.weight.k);
-        let (bias, (_codes, rounded)) = (upload(&self.bias), quantize((gpu, q), x, k));
+        let (of_tokens, of_rows) = rows_of_tokens(x, k);
+        let of_rows = DeviceBuffer::from_slice(gpu, &of_rows).expect("memory");
+        let (bias, (_codes, rounded)) =
+            (upload(&self.bias), quantize((gpu, q), if are_of_tokens { &of_tokens } else { x }, k));
+        let rounded = match are_of_tokens {
+            true => RowInputs::OfTokens { x: rounded, of_rows: of_rows.span() },
+            false => RowInputs::Sorted(rounded),
+        };
         let x = upload(x);
         let starts: Vec<u32> = (0..=counts.len()).map(|expert| counts[..expert].iter().sum::<usize>() as u32).collect();
         let offsets = DeviceBuffer::from_slice(gpu, &starts).expect("memory");
@@ -63,12 +87,12 @@ impl Experts {
             Some(Kernel::Skinny | Kernel::InOrder) | None => weight,
             _ => weight.expanded(q, expanded.span()).expect("a launch"),
         };
-        let tokens = counts.iter().copied().max().expect("an expert");
+        let tokens = if are_of_tokens { routes } else { counts.iter().copied().max().expect("an expert") };
         let rows = GroupedRows { offsets: offsets.span(), tokens, routes };
         let count = routes * epilogue.outputs(self.n);
         let y = poisoned::<bf16>(gpu, q, count);
         match kernel {
-            Some(kernel) => grouped_gemm(q, y.span(), x.span(), &weight, rows, epilogue, kernel),
+            Some(kernel) => grouped_gemm(q, y.span(), RowInputs::Sorted(x.span()), &weight, rows, epilogue, kernel),
             None => grouped_fp8_gemm(q, y.span(), rounded, &weight, rows, epilogue),
         }
         .expect("a launch");
@@ -205,6 +229,14 @@ fn packed_weights_are_refused_by_kernels_that_do_not_take_them() {
     };
     let buffer = DeviceBuffer::new(&gpu, 64 * 128 * 2).expect("memory");
     let rows = GroupedRows { offsets: buffer.span(), tokens: 1, routes: 1 };
-    let refused = grouped_gemm(&q, buffer.span(), buffer.span(), &weight, rows, GroupedEpilogue::Store, Kernel::Wide);
+    let refused = grouped_gemm(
+        &q,
+        buffer.span(),
+        RowInputs::Sorted(buffer.span()),
+        &weight,
+        rows,
+        GroupedEpilogue::Store,
+        Kernel::Wide,
+    );
     assert!(refused.unwrap_err().to_string().contains("packed weights"));
 }

@@ -97,3 +97,9 @@ pub fn assert_close(what: &str, found: &[f32], expected: &[f32], relative: f32, 
 pub fn floats(values: &[bf16]) -> Vec<f32> {
     values.iter().map(|v| v.to_f32()).collect()
 }
+
+/// Rows of `k` columns as rows of tokens in the reverse order, and the token of each row.
+pub fn rows_of_tokens(x: &[bf16], k: usize) -> (Vec<bf16>, Vec<u32>) {
+    let tokens = 0..(x.len() / k) as u32;
+    (x.rchunks(k).flatten().copied().collect(), tokens.rev().collect())
+}

@@ -3,7 +3,7 @@
 use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_fp8_gemm::{grouped_fp8_gemm, has_grouped_fp8_kernel};
-use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, grouped_gemm};
+use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, RowInputs, grouped_gemm};
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::route_few_tokens::{self, FewRows, RouterProduct, route_few_tokens};
@@ -251,12 +251,14 @@ impl CudaDevice {
         let rounds_inputs = self.config.use_fast_kernels && has_fp8_inputs && has_fp8_kernel(&gate_up);
         let router = weight.router(logits, self.current().spans.slots.of(0));
         let scratch = self.workspace().products.span();
-        let in_e4m3 = |cols: usize| Fp8Rows::in_buffer(scratch, routes, cols);
+        let in_e4m3 = |count: usize, cols: usize| Fp8Rows::in_buffer(scratch, count, cols);
+        // By the first product, so that nothing is copied or rounded for each expert of a token.
+        let is_gathered = !is_few && !routing.scales_input && (rounds_inputs || kernel == Kernel::Wide);
         // By the kernel that copies them.
         let rounds_at_once = rounds_inputs && is_few && !routing.scales_input;
         let run = || {
             let copied = SortedRows { rows, x: x.values, cols: width };
-            let is_copied = tokens <= MAX_COPIED_TOKENS;
+            let is_copied = tokens <= MAX_COPIED_TOKENS && !is_gathered;
             if is_few {
                 let product = RouterProduct {
                     x: routed.values,
@@ -265,12 +267,12 @@ impl CudaDevice {
                     gate: gate.map(|gate| [gate.gate.values, b.factors.span()]),
                     barrier: b.barrier.span(),
                 };
-                let rounded = rounds_at_once.then(|| in_e4m3(width));
+                let rounded = rounds_at_once.then(|| in_e4m3(routes, width));
                 route_few_tokens(q, sorted, choices, &router, product, tokens, FewRows { copied, rounded })?;
             } else {
                 route_tokens(q, choices, &router, tokens)?;
                 sort_routes(q, sorted, choices, tokens, is_copied.then_some(copied))?;
-                if !is_copied {
+                if !is_copied && !is_gathered {
                     gather_rows(q, rows, x.values, sorted.tokens, routes, width)?;
                 }
             }
@@ -278,20 +280,24 @@ impl CudaDevice {
                 scale_routes(q, rows, choices, sorted, routes, width)?;
             }
             if rounds_inputs {
+                let (from, count) = if is_gathered { (x.values, tokens) } else { (rows, routes) };
                 if !rounds_at_once {
-                    quantize_rows(q, in_e4m3(width), rows, routes, width)?;
+                    quantize_rows(q, in_e4m3(count, width), from, count, width)?;
                 }
-                grouped_fp8_gemm(q, inner, in_e4m3(width), &gate_up, grouped, epilogue)?;
-                quantize_rows(q, in_e4m3(down.k), inner, routes, down.k)?;
-                return grouped_fp8_gemm(q, rows, in_e4m3(down.k), &down, grouped, GroupedEpilogue::Store);
+                let inputs = row_inputs(in_e4m3(count, width), sorted, is_gathered);
+                grouped_fp8_gemm(q, inner, inputs, &gate_up, grouped, epilogue)?;
+                let rounded = in_e4m3(routes, down.k);
+                quantize_rows(q, rounded, inner, routes, down.k)?;
+                return grouped_fp8_gemm(q, rows, RowInputs::Sorted(rounded), &down, grouped, GroupedEpilogue::Store);
             }
             // One buffer holds the expanded weights of both products in turn.
             let taken = |weight: &GroupedWeight| match kernel {
                 Kernel::Skinny | Kernel::InOrder => Ok(*weight),
                 _ => weight.expanded(q, self.workspace().products.span()),
             };
-            grouped_gemm(q, inner, rows, &taken(&gate_up)?, grouped, epilogue, kernel)?;
-            grouped_gemm(q, rows, inner, &taken(&down)?, grouped, GroupedEpilogue::Store, kernel)
+            let inputs = row_inputs(if is_gathered { x.values } else { rows }, sorted, is_gathered);
+            grouped_gemm(q, inner, inputs, &taken(&gate_up)?, grouped, epilogue, kernel)?;
+            grouped_gemm(q, rows, RowInputs::Sorted(inner), &taken(&down)?, grouped, GroupedEpilogue::Store, kernel)
         };
         run().map_err(device_error)?;
         self.unsummed = Some(Unsummed {
@@ -311,5 +317,13 @@ impl CudaDevice {
 
     fn expert_buffers(&self) -> &ExpertBuffers {
         self.expert_buffers.as_ref().expect("a model with experts has their buffers")
+    }
+}
+
+/// The rows of tokens in the order of `sorted`, or rows that have this order.
+fn row_inputs<X>(x: X, sorted: SortedRoutes, are_of_tokens: bool) -> RowInputs<X> {
+    match are_of_tokens {
+        true => RowInputs::OfTokens { x, of_rows: sorted.tokens },
+        false => RowInputs::Sorted(x),
     }
 }
