@@ -59,9 +59,9 @@ fn replicas_return_the_same_text_as_one_and_share_the_load() {
 #[test]
 fn a_prompt_goes_to_the_replica_that_has_its_prefix_cached() {
     let (mut world, _repository) = replicas(2, &[]);
-    // Longer than two blocks of 16 tokens, and different from the first token on.
+    // Different from the first token on, and so long that its cached blocks outweigh a request that has just ended and still counts.
     let prompt =
-        |i: usize| format!("{} {}", PROMPTS[i], "the little boat went over the sea and came home again ".repeat(4));
+        |i: usize| format!("{} {}", PROMPTS[i], "the little boat went over the sea and came home again ".repeat(40));
     for i in [0, 1, 2] {
         world.generate(&prompt(i), 4);
     }
