@@ -43,7 +43,6 @@ pub(crate) fn choose(args: &ServeArgs, line: &[String], hardware: &Hardware) -> 
             );
         }
         let plan = WorldPlan::new(&rank_args, world_size, world_size, hardware)?;
-        check_length(args, &plan)?;
         if plan.fits() {
             let why = match (args.tp, num_gpus) {
                 (Some(_), _) => "as requested".to_owned(),
@@ -63,22 +62,6 @@ pub(crate) fn choose(args: &ServeArgs, line: &[String], hardware: &Hardware) -> 
     let fewer_bits = lacks_memory.then(|| fewer_bits(line, &world_sizes, hardware)).flatten();
     let cures = [advice(args, &plan), fewer_bits].into_iter().flatten();
     bail!("{}{}", refusal(&plan), cures.collect::<Vec<_>>().join("; "))
-}
-
-/// Checks that the model has as many positions as `--max-model-len` asks for.
-///
-/// # Errors
-/// When it has fewer.
-fn check_length(args: &ServeArgs, plan: &WorldPlan) -> Result<()> {
-    let positions = plan.models.first().map(|model| model.engine.max_sequence_len);
-    match (args.max_model_len, positions) {
-        (Some(given), Some(positions)) if given as usize > positions => {
-            bail!(
-                "--max-model-len {given} is more than the {positions} positions of the model; lower it, or leave it out"
-            )
-        }
-        _ => Ok(()),
-    }
 }
 
 /// The flags of the ranks.
@@ -280,7 +263,7 @@ mod tests {
         assert!(error.contains("the model does not fit") && !error.contains("--quantization"), "{error}");
         assert!(chosen("--max-model-len 2048", &machine::<1, 5>()).is_ok());
         let error = chosen("--max-model-len 2049", &machine::<1, 5>()).unwrap_err();
-        assert!(error.contains("--max-model-len 2049 is more than the 2048 positions"), "{error}");
+        assert!(error.contains("(`--max-model-len`) is 2049, more than the 2048 positions"), "{error}");
         let error = chosen("--device cuda", &machine::<0, 5>()).unwrap_err();
         assert!(error.contains("no NVIDIA driver"), "{error}");
         let error = chosen("--tp 4 --replicas 2", &machine::<4, 5>()).unwrap_err();

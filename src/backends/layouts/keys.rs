@@ -81,7 +81,10 @@ pub const LLM_PARAMETERS: &[Key] = &[
             "longest time between two tokens of a stream while prompts are computed, in milliseconds; `50,1:20` has another bound for priority level 1",
         ),
     ),
-    ("max_sequence_len", Used("maximum length of a sequence; default: the checkpoint's")),
+    (
+        "max_sequence_len",
+        Used("maximum length of a sequence, at most the positions of the checkpoint; default: all of them"),
+    ),
     (
         "quantization",
         Used(

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use engine::{EngineConfig, Policy, TokenId};
+use engine::{EngineConfig, TokenId};
 use generation::SamplingDefaults;
 use models::WorkerShape;
 use ops::{PipelineStage, StepLimits, Target, TensorParallel};
@@ -16,12 +16,12 @@ use supervision::{DeviceChoice, DeviceDrafter, KvMemory, WorkerSettings};
 
 use super::adapter_settings::AdapterSettings;
 use super::host_share::HostShare;
-use super::inter_token::InterTokenBounds;
 use super::queue_policy::QueuePolicy;
 use crate::{checkpoint, parameters};
 
 mod disk;
 mod drafts;
+mod engine_config;
 mod host_memory;
 mod invariant;
 mod parallelism;
@@ -30,17 +30,11 @@ mod types;
 
 pub use disk::KvDisk;
 use drafts::Drafts;
+use engine_config::engine_config;
 use host_memory::host_memory;
 use invariant::with_whole_prompts;
 use parallelism::{Parallelism, check_shares};
 use types::{kv_cache_type, logits_type, weight_precision};
-
-/// Rows of a tile of the matrix products on GPUs.
-const GPU_TOKEN_TILE: usize = 128;
-
-/// Prompt tokens that a step with decodes computes whatever the bound of its time, on CPUs and on GPUs. On a GPU fewer
-/// would take as long.
-const MIN_PROMPT_TOKENS: [usize; 2] = [16, 64];
 
 /// Defaults of all LLMs of this world.
 #[derive(Debug, Clone)]
@@ -315,58 +309,6 @@ fn log_sampling_defaults(model: &str, defaults: &SamplingDefaults) {
             "sampling defaults of generation_config.json for /v1, unless --generation-config=none: {listed}"
         ),
     }
-}
-
-fn engine_config(
-    config: &ModelConfig,
-    model: &models::Config,
-    defaults: &LlmDefaults,
-    queue: &QueuePolicy,
-    drafts: Drafts,
-) -> Result<EngineConfig, InferError> {
-    let max_rows = usize::try_from(config.max_batch_size).unwrap_or(0).max(1);
-    let inter_token = InterTokenBounds::new(config, queue)?;
-    let queue = queue.bounds(EngineConfig::default().max_queue);
-    let is_cuda = matches!(defaults.worker.device, DeviceChoice::Cuda { .. });
-    let experts = model.layers.iter().find_map(|layer| layer.experts.as_ref());
-    let policy = match parameters::text(config, "batch_scheduler_policy") {
-        None | Some("max_utilization") => Policy::MaxUtilization,
-        Some("guaranteed_no_evict") => Policy::GuaranteedNoEvict,
-        Some(other) => {
-            let expected = "`max_utilization` or `guaranteed_no_evict`";
-            return Err(invalid(config, format!("`batch_scheduler_policy` is `{other}`, expected {expected}")));
-        }
-    };
-    let max_sequence_len = parameters::number(config, "max_sequence_len")?.unwrap_or(model.max_position_embeddings);
-    let max_sequence_len = max_sequence_len.min(model.max_position_embeddings);
-    Ok(EngineConfig {
-        max_rows,
-        max_step_tokens: parameters::number(config, "max_num_tokens")?
-            .unwrap_or(defaults.max_step_tokens)
-            .max(max_rows),
-        max_sequence_len,
-        block_size: parameters::number(config, "tokens_per_block")?.unwrap_or(defaults.block_size),
-        max_inter_token: inter_token.all.or(defaults.max_inter_token),
-        max_inter_token_of: inter_token.of,
-        min_prompt_tokens: MIN_PROMPT_TOKENS[usize::from(is_cuda)],
-        token_tile: if is_cuda { GPU_TOKEN_TILE } else { 1 },
-        num_experts: experts.map_or(0, |experts| experts.num_experts),
-        num_active_experts: experts.map_or(0, |experts| experts.routing.top_k),
-        max_queue: queue.total,
-        max_queue_each: queue.each,
-        max_queue_of: queue.of,
-        policy,
-        max_joined_tokens: max_sequence_len.max(EngineConfig::default().max_joined_tokens),
-        prefix_cache: parameters::flag(config, "enable_kv_cache_reuse")?.unwrap_or(true),
-        max_drafts: drafts.max,
-        guesses_on_device: drafts.are_of_device(),
-        // How many follows from the memory.
-        num_states: usize::from(model.has_recurrent_layers()),
-        // Chat templates write one of them behind each message.
-        message_ends: model.eos_ids.iter().copied().map(TokenId).collect(),
-        windows: model.kv_groups(max_sequence_len).windows,
-        ..EngineConfig::default()
-    })
 }
 
 /// TensorRT-LLM's backend sends such outputs up to release 0.13, the last one without `num_return_sequences`, and clients of
