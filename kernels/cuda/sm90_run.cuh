@@ -3,9 +3,9 @@
 #include "sm90.cuh"
 
 // One warpgroup: acc [64 rows of x, COLS rows of w] += its rows times the ring's, for `count` slices of 64 columns. `ring` has the
-// shared addresses of its stages, x(stage, group) and w(stage), and of their barriers; wait_full waits for the data of a stage. A stage is released when the product after it
-// was issued, so that tensor cores never wait. Unless MAY_BE_EMPTY, `count` is at least 1. A product has WIDTH columns: with more than
-// 384 threads a block, a thread has too few registers for one of 256.
+// shared addresses of its stages, x(stage, group) and w(stage), and of their barriers; wait_full waits for the data of a stage. A stage
+// is released when the product after it was issued, so that tensor cores never wait. Unless MAY_BE_EMPTY, `count` is at least 1. A
+// product has WIDTH columns: with more than 384 threads a block, a thread has too few registers for one of 256.
 template <int COLS, bool MAY_BE_EMPTY, int WIDTH = COLS, class Ring>
 __device__ __forceinline__ void multiply_run(float* acc, const Ring& ring, Cursor& at, i32 count, int group) {
     i32 before = 0;
