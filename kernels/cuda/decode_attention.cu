@@ -21,8 +21,8 @@
 //               V^T p^T, and the next tile is loaded while this one is used.
 //               The number of splits of a row depends on its length. The splits are added in order: through shared
 //               memory if they are in one cluster (of blocks adjacent in x), otherwise by the block that finishes last.
-//               With rotation, a block rotates its own q. The block with the newest position takes its k and v from
-//               qkv and writes them; if several groups share a KV head, each writes the same bits. All other positions
+//               With rotation, a block rotates its own q, which it copies to shared memory first. The block with the newest
+//               position takes its k and v from qkv, too, and writes them; if several groups share a KV head, each writes the same bits. All other positions
 //               belong to earlier steps, so the first of them are read before the previous kernel has ended.
 // needs         B % 16 == 0, a power of two; pointers 16-byte aligned; checked in decode_attention.rs
 // bound         memory, 4 K D bytes per position: R = 32, 1024 positions, K = 32, D = 128: 537 MB, 120 us at 4.47 TB/s

@@ -381,7 +381,7 @@ __device__ __forceinline__ void load_rotated_q(u32 (&q)[D / 16][2], const bf16* 
     constexpr int HALF = D / 64;
     uint4 x[D / 32];
 #pragma unroll
-    for (int i = 0; i < D / 32; ++i) x[i] = valid ? load_once(q_row + 32 * i) : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < D / 32; ++i) x[i] = valid ? *reinterpret_cast<const uint4*>(q_row + 32 * i) : make_uint4(0, 0, 0, 0);
     if (gain) norm_head<D>(x, gain, eps);
 #pragma unroll
     for (int i = 0; i < HALF; ++i) {
@@ -392,55 +392,81 @@ __device__ __forceinline__ void load_rotated_q(u32 (&q)[D / 16][2], const bf16* 
     }
 }
 
-// The newest position's k and v of one KV head, from qkv.
+// What a block takes of qkv, and the weights of norms, in shared memory, so that nothing of it is loaded after something else.
+template <int D>
+struct alignas(16) StagedHeads {
+    bf16 gains[2][D];  // of q and k
+    bf16 heads[GROUP + 2][D + 32];  // of q, then k and v of the newest position; padded so that rows are in different banks
+
+    static __device__ void copy(bf16* to, const bf16* from) { copy_async(shared_address(to), from, true); }
+
+    // All threads of the block: the weights, if there are any.
+    __device__ void load_gains(const Rope& rope) {
+        const u32 i = threadIdx.x;
+        if (rope.q_gain && i < D / 8) copy(gains[0] + 8 * i, rope.q_gain + 8 * i), copy(gains[1] + 8 * i, rope.k_gain + 8 * i);
+    }
+
+    // All threads of the block: q of `count` heads from `first_head` on, and k and v if `has_newest`; then all of it can be read.
+    __device__ void load_heads(const DecodeAttention& a, u32 row, u32 first_head, u32 count, u32 kv_head, bool has_newest) {
+        const bf16* qkv = a.q + (u64)row * a.q_stride;
+        for (u32 i = threadIdx.x; i < (count + 2) * (D / 8); i += THREADS) {
+            const u32 index = i / (D / 8), column = i % (D / 8) * 8;
+            const bool is_q = index < count;
+            const u32 head = is_q ? first_head + index : a.heads + (index - count) * a.kv_heads + kv_head;
+            if (is_q || has_newest) copy(heads[is_q ? index : GROUP + index - count] + column, qkv + (u64)head * D + column);
+        }
+        copy_async_commit();
+        copy_async_wait<0>();
+        attend_sync();
+    }
+};
+
+// The newest position's k and v of one KV head.
 template <int D>
 struct Newest {
     const bf16* k;
     const bf16* v;
 
-    __device__ Newest(const DecodeAttention& a, u32 row, u32 kv_head)
-        : k(a.q + (u64)row * a.q_stride + (u64)(a.heads + kv_head) * D), v(k + (u64)a.kv_heads * D) {}
+    __device__ explicit Newest(const StagedHeads<D>& staged) : k(staged.heads[GROUP]), v(staged.heads[GROUP + 1]) {}
 
     // Writes k, behind its norm and rotated, and v to the blocks. All threads of the block must call it.
-    __device__ void write(const DecodeAttention& a, const Rope& rope, u32 row, u32 kv_head, u32 position) const {
-        const u64 block = a.block_tables[(u64)row * a.max_blocks + (position >> a.block_shift)];
-        const u32 offset = position & ((1u << a.block_shift) - 1);
-        const u64 at = (((block * a.kv_heads + kv_head) << a.block_shift) + offset) * D;
+    __device__ void write(const Rope& rope, const bf16* gain, u64 place, u32 position) const {
+        const u64 at = place * D;
         for (u32 i = threadIdx.x; i < D / 16 + D / 8; i += blockDim.x) {
             if (i < D / 16) {
                 const u64 angle = (u64)position * (D / 2) + 8 * i;
-                uint4 lo = load_once(k + 8 * i), hi = load_once(k + D / 2 + 8 * i);
-                if (rope.k_gain) {
+                uint4 lo = *reinterpret_cast<const uint4*>(k + 8 * i), hi = *reinterpret_cast<const uint4*>(k + D / 2 + 8 * i);
+                if (gain) {
                     constexpr u32 LANES = (1u << D / 16) - 1;
                     float sum = squares8(lo) + squares8(hi);
 #pragma unroll
                     for (u32 d = D / 32; d > 0; d /= 2) sum += __shfl_xor_sync(LANES, sum, d);
                     const float scale = rsqrtf(sum / D + rope.eps);
-                    scale8(lo, rope.k_gain + 8 * i, scale), scale8(hi, rope.k_gain + D / 2 + 8 * i, scale);
+                    scale8(lo, gain + 8 * i, scale), scale8(hi, gain + D / 2 + 8 * i, scale);
                 }
                 rotate8(lo, hi, load_angles(rope.cos + angle, rope.sin + angle));
                 *reinterpret_cast<uint4*>(rope.k_blocks + at + 8 * i) = lo;
                 *reinterpret_cast<uint4*>(rope.k_blocks + at + D / 2 + 8 * i) = hi;
             } else {
                 const u32 e = 8 * (i - D / 16);
-                *reinterpret_cast<uint4*>(rope.v_blocks + at + e) = load_once(v + e);
+                *reinterpret_cast<uint4*>(rope.v_blocks + at + e) = *reinterpret_cast<const uint4*>(v + e);
             }
         }
     }
 
     // One warp attends to it: it is row 0 of a tile.
     template <class A>
-    __device__ void attend(Softmax<D>& state, const u32 (&q)[D / 16][2], const A& angles, const Rope& rope, float scale) const {
+    __device__ void attend(Softmax<D>& state, const u32 (&q)[D / 16][2], const A& angles, const bf16* gain, float eps, float scale) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         u32 rotated[D / 16][2];
-        load_rotated_q<D>(rotated, k + 8 * t, g == 0, angles, rope.k_gain ? rope.k_gain + 8 * t : nullptr, rope.eps);
+        load_rotated_q<D>(rotated, k + 8 * t, g == 0, angles, gain ? gain + 8 * t : nullptr, eps);
         Tile<D> tile;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
             for (int c = 0; c < Tile<D>::RUNS; ++c) {
                 uint4 x = make_uint4(0, 0, 0, 0);
-                if (i == 0 && t == 0) x = load_once(v + 64 * c + 8 * g);
+                if (i == 0 && t == 0) x = *reinterpret_cast<const uint4*>(v + 64 * c + 8 * g);
                 tile.v[i][c][0] = x.x, tile.v[i][c][1] = x.y, tile.v[i][c][2] = x.z, tile.v[i][c][3] = x.w;
             }
         }
@@ -478,21 +504,26 @@ __device__ __forceinline__ void attend_split(const DecodeAttention& a, const Rop
     Softmax<D> state;
     if (a.sinks && split == 0 && threadIdx.x < 32) state.begin_with(a.sinks + first_head, heads);
     u32 q[D / 16][2];
-    const bf16* q_row = a.q + (u64)row * a.q_stride + (u64)(first_head + g) * D + 8 * t;
     if constexpr (ROPE) {
         // Registers hold a tile and angles beside each other only if heads are small.
         constexpr bool IS_EARLY = D < 256;
         const u64 angle = (u64)(len - 1) * (D / 2) + 8 * t;
         const LateAngles late{rope.cos + angle, rope.sin + angle};
-        if (rope.q_gain && lane < D / 64) prefetch(rope.q_gain + 64 * lane), prefetch(rope.k_gain + 64 * lane);
+        __shared__ StagedHeads<D> staged;
+        staged.load_gains(rope);
+        const u32 in_block = (1u << a.block_shift) - 1;
+        const u64 block = a.block_tables[(u64)row * a.max_blocks + ((len - 1) >> a.block_shift)];
+        const u64 place = ((block * a.kv_heads + kv_head) << a.block_shift) + ((len - 1) & in_block);  // of the newest position
         // Positions before the newest belong to earlier steps: their k and v are loaded while the previous kernel runs.
         auto rotate = [&](const auto& angles) {
             pdl_wait();
-            load_rotated_q<D>(q, q_row, g < heads, angles, rope.q_gain ? rope.q_gain + 8 * t : nullptr, rope.eps);
+            staged.load_heads(a, row, first_head, heads, kv_head, c.end == len);
+            const bf16 *q_gain = rope.q_gain ? staged.gains[0] : nullptr, *k_gain = rope.q_gain ? staged.gains[1] : nullptr;
+            load_rotated_q<D>(q, staged.heads[g] + 8 * t, g < heads, angles, q_gain ? q_gain + 8 * t : nullptr, rope.eps);
             if (c.end != len) return;
-            const Newest<D> newest(a, row, kv_head);
-            if (threadIdx.x / 32 == (walk.end - walk.begin) / TILE % WARPS) newest.attend(state, q, angles, rope, a.scale * LOG2E);
-            newest.write(a, rope, row, kv_head, len - 1);
+            const Newest<D> newest(staged);
+            if (threadIdx.x / 32 == (walk.end - walk.begin) / TILE % WARPS) newest.attend(state, q, angles, k_gain, rope.eps, a.scale * LOG2E);
+            newest.write(rope, k_gain, place, len - 1);
         };
         if constexpr (IS_EARLY) {
             Angles angles[D / 64];
@@ -508,7 +539,7 @@ __device__ __forceinline__ void attend_split(const DecodeAttention& a, const Rop
             load_first(walk, tile);
         }
     } else {
-        load_q<D>(q, q_row, g < heads);
+        load_q<D>(q, a.q + (u64)row * a.q_stride + (u64)(first_head + g) * D + 8 * t, g < heads);
 #pragma unroll
         for (int i = 0; i < D / 16; ++i) Tile::order(q[i][0], q[i][1]);
         load_first(walk, tile);
