@@ -8,13 +8,16 @@ mod gpu;
 
 use gpu::{microseconds, random};
 use half::bf16;
+use kernels::cuda::expert_rows::{ExpertRows, GroupedRows, RowInputs};
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_fp8_gemm::grouped_fp8_gemm;
-use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, RowInputs, grouped_gemm};
+use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedWeight, Kernel, grouped_gemm};
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedFormat;
-use kernels::cuda::route_few_tokens::{BARRIER_BYTES, FewRows, RouterProduct, route_few_tokens, takes};
+use kernels::cuda::route_few_tokens::{
+    ListedRoutes, RoundedTokens, RouterProduct, list_bytes, route_few_tokens, takes,
+};
 use kernels::cuda::route_tokens::{Choices, Router, route_tokens};
 use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::sum_experts::{ExpertOutputs, sum_experts};
@@ -74,17 +77,17 @@ fn main() {
             let router = Router::softmax(logits.span(), slots.span(), count, true);
             let (also, also_factors) = (Span::NULL, Span::NULL);
             let outputs = ExpertOutputs { y: y.span(), choices, sorted, cols: hidden, also, also_factors };
-            let (router_weight, barrier) = (random(&gpu, count * hidden), words(BARRIER_BYTES / 4));
-            q.fill(barrier.span(), 0).expect("a fill");
-            let (weight, width) = (router_weight.span(), hidden);
-            let product = RouterProduct { x: x.span(), weight, width, gate: None, barrier: barrier.span() };
-            // With few tokens, the product of the router is included.
-            let is_few = takes(&gpu, tokens, top_k, count);
+            let (router_weight, list) = (random(&gpu, count * hidden), words(list_bytes(routes) / 4));
+            let product = RouterProduct { x: x.span(), weight: router_weight.span(), width: hidden, gate: None };
+            let listed = ListedRoutes { list: list.span(), places: places.span(), first_expert: 0, num_experts: count };
+            let rounded_tokens = Fp8Rows::in_buffer(expanded.span(), tokens, hidden);
+            // With few tokens, the product of the router is included, and experts are listed.
+            let can_be_listed = takes(&gpu, tokens, top_k, count);
+            let route_few = |rounds: bool| {
+                let rounded = rounds.then_some(RoundedTokens { x: x.span(), cols: hidden, to: rounded_tokens });
+                route_few_tokens(&q, listed, choices, &router, product, tokens, rounded)
+            };
             let sort = |is_gathered: bool| {
-                if is_few {
-                    let rows = FewRows { copied, rounded: None };
-                    return route_few_tokens(&q, sorted, choices, &router, product, tokens, rows);
-                }
                 route_tokens(&q, choices, &router, tokens)?;
                 let is_copied = tokens <= 128 && !is_gathered;
                 sort_routes(&q, sorted, choices, tokens, is_copied.then_some(copied))?;
@@ -109,7 +112,14 @@ fn main() {
                 if !is_useful {
                     continue;
                 }
-                let grouped = GroupedRows { offsets: offsets.span(), tokens, routes };
+                let is_few = can_be_listed && matches!(kernel, Some(Kernel::Skinny | Kernel::InOrder) | None);
+                let experts =
+                    if is_few { ExpertRows::Listed(list.span()) } else { ExpertRows::Offsets(offsets.span()) };
+                let grouped = GroupedRows { experts, tokens, routes };
+                let route = |is_gathered: bool| match is_few {
+                    true => route_few(kernel.is_none()),
+                    false => sort(is_gathered),
+                };
                 // Packed weights that the kernel does not take are expanded each time.
                 let weight = |i: usize, part: usize, n: usize, k: usize| {
                     let span = layers[i % 2][part].span();
@@ -135,6 +145,8 @@ fn main() {
                     let inputs = match inputs {
                         RowInputs::Sorted(x) => RowInputs::Sorted(in_e4m3(x, routes)?),
                         RowInputs::OfTokens { x, of_rows } => RowInputs::OfTokens { x: in_e4m3(x, tokens)?, of_rows },
+                        // The kernel that routes has rounded them.
+                        RowInputs::OfAllTokens(_) => RowInputs::OfAllTokens(rounded_tokens),
                     };
                     grouped_fp8_gemm(&q, y, inputs, weight, grouped, epilogue)
                 };
@@ -143,6 +155,7 @@ fn main() {
                     let weight = weight(i, 0, 2 * inner, hidden)?;
                     let epilogue = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
                     let inputs = match is_gathered {
+                        _ if is_few => RowInputs::OfAllTokens(x.span()),
                         true => RowInputs::OfTokens { x: x.span(), of_rows: sorted.tokens },
                         false => RowInputs::Sorted(rows.span()),
                     };
@@ -153,12 +166,12 @@ fn main() {
                     multiply(y.span(), RowInputs::Sorted(inside.span()), &weight, GroupedEpilogue::Store)
                 };
                 let whole = |i: usize| {
-                    sort(is_gathered)?;
+                    route(is_gathered)?;
                     gate_up(i)?;
                     down(i)?;
                     sum(i)
                 };
-                let sort_us = microseconds(&q, runs, |_| sort(is_gathered));
+                let sort_us = microseconds(&q, runs, |_| route(is_gathered));
                 let [up, down] = [microseconds(&q, runs, gate_up), microseconds(&q, runs, down)];
                 let all = microseconds(&q, runs, whole);
                 let row_bytes = |cols: usize| format.map_or(2 * cols, |format| format.row_bytes(cols));

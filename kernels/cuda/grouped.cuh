@@ -1,6 +1,7 @@
 // Common parts of grouped products: tiles of rows that belong to one expert, and what happens with the sums.
 #pragma once
 #include "activation.cuh"
+#include "expert_list.cuh"
 
 constexpr int MAX_GROUPS = 512;
 
@@ -22,6 +23,9 @@ struct Grouped {
     u32 n, k;
     u32 epilogue;
     float alpha, limit;  // of GATE_CLAMPED
+    const ListedExpert* list;  // in place of `offsets`, if it is not null
+    u32 listed_tokens;         // T, if x has the rows of tokens [T, K]; 0 if it has those of experts
+    u32 most_listed;
 };
 
 __device__ constexpr bool is_gated(u32 epilogue) { return epilogue >= GATE_SILU && epilogue <= GATE_CLAMPED; }
@@ -75,17 +79,34 @@ __device__ __forceinline__ void with_epilogue(u32 epilogue, const F& f) {
 // Rows first .. first + rows of one expert, and the columns that start at column tile `column`.
 struct Tile {
     u32 expert, first, rows, column;
+    u32 first_x;  // the first row of x
+    u32 tokens;   // if rows of x are those of tokens, a bit for each one of the expert; otherwise 0
+
+    // Whether row `row` of the tile belongs to the expert, and where its result goes.
+    __device__ bool has(u32 row) const { return row < rows && (tokens == 0 || tokens >> row & 1u); }
+    __device__ u32 place(u32 row) const { return first + (tokens ? __popc(tokens & ((1u << row) - 1)) : row); }
 };
 
-// The tiles of all experts: at most `tile_rows` rows of an expert by one of `columns` parts of its outputs. Tiles with the
-// same weights follow each other, so that weights are read from memory once. `ends` is shared memory.
+// The tiles of all experts, or of the listed ones, each of which has one tile of rows: at most `tile_rows` rows of an expert by one of
+// `columns` parts of its outputs. Tiles with the same weights follow each other, so that weights are read from memory once. `ends` is
+// shared memory.
 struct Tiles {
     u32* ends;  // [L]: number of row tiles up to and including an expert's
-    const u32* offsets;
-    u32 groups, tile_rows, columns;
+    const Grouped& p;
+    u32 tile_rows, columns;
+    u32 listed = 0;      // number of listed experts
+    ListedExpert first;  // that of the block's first tile
 
-    // By all threads of the block.
+    // By all threads of the block. They wait for each other, as they must before they use barriers that one of them has initialized.
     __device__ void count() {
+        if (p.list) {
+            const ListedExpert head = load_listed(p.list, 0);
+            first = load_listed(p.list, 1 + min(blockIdx.x / columns, p.most_listed - 1));
+            listed = head.expert;
+            __syncthreads();
+            return;
+        }
+        const u32 groups = p.groups, *offsets = p.offsets;
         if (threadIdx.x < 32) {
             constexpr int AHEAD = 4;  // loads that do not wait for each other
             u32 before = 0;
@@ -113,10 +134,16 @@ struct Tiles {
         __syncthreads();
     }
 
-    __device__ u32 total() const { return ends[groups - 1] * columns; }
+    __device__ u32 total() const { return (p.list ? listed : ends[p.groups - 1]) * columns; }
 
     __device__ Tile tile(u32 index) const {
-        u32 low = 0, high = groups - 1;  // the first expert whose end is above `index`
+        if (p.list) {
+            const ListedExpert of = index == blockIdx.x ? first : load_listed(p.list, 1 + index / columns);
+            if (p.listed_tokens) return Tile{of.expert, of.first, p.listed_tokens, index % columns, 0, of.tokens};
+            return Tile{of.expert, of.first, (u32)__popc(of.tokens), index % columns, of.first, 0};
+        }
+        const u32* offsets = p.offsets;
+        u32 low = 0, high = p.groups - 1;  // the first expert whose end is above `index`
         while (low < high) {
             const u32 middle = (low + high) / 2;
             if (ends[middle] * columns > index) high = middle;
@@ -124,6 +151,6 @@ struct Tiles {
         }
         const u32 before = low ? ends[low - 1] : 0, row_tiles = ends[low] - before, own = index - before * columns;
         const u32 first = offsets[low] + own % row_tiles * tile_rows;
-        return Tile{low, first, min(tile_rows, offsets[low + 1] - first), own / row_tiles};
+        return Tile{low, first, min(tile_rows, offsets[low + 1] - first), own / row_tiles, first, 0};
     }
 };

@@ -1,7 +1,8 @@
 //! Products of experts whose weights and inputs are in e4m3, on Hopper. Kernel: `sm90_grouped_fp8_gemm.cu`.
 
 use super::error::ensure;
-use super::grouped_gemm::{GroupedEpilogue, GroupedRows, GroupedWeight, RowInputs, check_products, parameters, ring};
+use super::expert_rows::{GroupedRows, RowInputs};
+use super::grouped_gemm::{GroupedEpilogue, GroupedWeight, check_products, parameters, ring};
 use super::packed_weight::{PackedFormat, TILE};
 use super::quantize_rows::Fp8Rows;
 use super::tensor_map::TensorMap;
@@ -46,7 +47,7 @@ pub fn grouped_fp8_gemm(
     let [x_map, x_box_map] =
         [8, BOX_ROWS].map(|rows_of_box| TensorMap::bytes_matrix(x.codes, x_rows, slices * SLICE, rows_of_box, SLICE));
     let (x_map, x_box_map) = (x_map?, x_box_map?);
-    let parameters = parameters(y, weight, rows, epilogue);
+    let parameters = parameters(y, weight, rows, epilogue, &inputs);
     let sizes = Fp8Rows::pitch(x_rows) as u64 | (slices as u64) << 32;
     let operands = [x.scales.address(), scales.address(), sizes, x.codes.address(), tokens.address()];
     let stage_bytes = (COLUMNS + tile_rows) * SLICE + 2 * 16 + tile_rows * size_of::<f32>() + 16;

@@ -29,9 +29,9 @@ template <int NT>
 __device__ __forceinline__ void grouped_gemm(const Grouped& p, const bf16* x, const bf16* w) {
     extern __shared__ float partial[];  // [WARPS][NT][ROWS + 1]
     __shared__ u32 ends[MAX_GROUPS];
-    pdl_launch();
     pdl_wait();
-    Tiles tiles{ends, p.offsets, p.groups, NT, (p.n + ROWS - 1) / ROWS};
+    pdl_launch();  // not earlier: see sum_experts.cu
+    Tiles tiles{ends, p, NT, (p.n + ROWS - 1) / ROWS};
     tiles.count();
     if (blockIdx.x >= tiles.total()) return;
     const Tile tile = tiles.tile(blockIdx.x);

@@ -5,6 +5,7 @@
 use half::bf16;
 
 use super::error::ensure;
+use super::expert_rows::{ExpertRows, GroupedRows, RowInputs};
 use super::gated_activation::GATE_GROUP;
 use super::gated_activation::GateActivation;
 use super::packed_weight::{PackedFormat, PackedWeight, TILE};
@@ -95,48 +96,6 @@ impl GroupedWeight {
     }
 }
 
-/// The rows of a step.
-#[derive(Debug, Clone, Copy)]
-pub struct GroupedRows {
-    /// `[num_experts + 1]` u32: the first row of each expert, and the number of rows.
-    pub offsets: Span,
-    /// Number of tokens; an expert has at most this number of rows.
-    pub tokens: usize,
-    /// Number of rows of the buffers, at least the number of rows of all experts.
-    pub routes: usize,
-}
-
-/// The inputs of a product.
-#[derive(Debug, Clone, Copy)]
-pub enum RowInputs<X> {
-    /// `[routes, k]`, sorted by expert.
-    Sorted(X),
-    /// `[tokens, k]`, which the kernel gathers.
-    OfTokens {
-        /// The rows of tokens.
-        x: X,
-        /// `[routes]` u32: the token of each row.
-        of_rows: Span,
-    },
-}
-
-impl<X> RowInputs<X> {
-    /// The values, and their number of rows.
-    pub(super) fn values(self, rows: GroupedRows) -> (X, usize) {
-        match self {
-            Self::Sorted(x) => (x, rows.routes),
-            Self::OfTokens { x, .. } => (x, rows.tokens),
-        }
-    }
-
-    /// The token of each row; [`Span::NULL`] if rows are sorted. Fails if there are too few.
-    pub(super) fn tokens(&self, rows: GroupedRows) -> Result<Span, CudaError> {
-        let Self::OfTokens { of_rows, .. } = *self else { return Ok(Span::NULL) };
-        ensure!(OP, of_rows.count::<u32>() >= rows.routes, "there are tokens of fewer than {} rows", rows.routes);
-        Ok(of_rows)
-    }
-}
-
 /// The kernel that computes a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
@@ -170,7 +129,8 @@ pub fn has_hopper_kernels(gpu: &Gpu) -> bool {
 
 /// `y[r, :] = x[r, :] @ weight[expert of r]^T + bias`, `[routes, n]`, and an activation of it; if it is gated, `[routes, n / 2]`, where the
 /// rows of each expert's weight are packed in groups of [`GATE_GROUP`]. The result of a row does not depend on other rows; if weights are packed and the kernel is
-/// [`Kernel::Skinny`], on nothing but whether there are more than 16 tokens. Only [`Kernel::Wide`] gathers rows of tokens.
+/// [`Kernel::Skinny`], on nothing but whether there are more than 16 tokens. Only [`Kernel::Wide`] gathers rows of tokens, and only [`Kernel::Skinny`] and
+/// [`Kernel::InOrder`] take listed experts.
 pub fn grouped_gemm(
     q: &Queue,
     y: Span,
@@ -188,7 +148,9 @@ pub fn grouped_gemm(
     let takes_packed = matches!(kernel, Kernel::Skinny | Kernel::InOrder);
     ensure!(OP, weight.packed.is_none() || takes_packed, "packed weights by {kernel:?}; expected Skinny or InOrder");
     let GroupedWeight { num_experts, n, k, .. } = *weight;
-    let parameters = parameters(y, weight, rows, epilogue);
+    let parameters = parameters(y, weight, rows, epilogue, &inputs);
+    let takes_list = matches!(kernel, Kernel::Skinny | Kernel::InOrder);
+    ensure!(OP, takes_list || !rows.is_listed(), "listed experts by {kernel:?}; expected Skinny or InOrder");
     // Every expert with rows has at least one tile.
     let most_tiles = |tile_rows: usize| rows.routes.min(num_experts) + rows.routes / tile_rows;
     let tile_rows = rows.tokens.next_power_of_two().clamp(8, MAX_TILE_ROWS);
@@ -202,11 +164,11 @@ pub fn grouped_gemm(
         Kernel::Skinny | Kernel::InOrder if let Some(packed) = weight.packed => {
             // Four warpgroups have too few registers for 32 rows.
             let groups = if kernel == Kernel::Skinny && tile_rows <= 16 { 4 } else { 2 };
-            quantized(q, [x, weight.weight], packed, &parameters, [num_experts * n, k, rows.routes, tile_rows], groups)
+            quantized(q, [x, weight.weight], packed, &parameters, [num_experts * n, k, x_rows, tile_rows], groups)
         }
         Kernel::Skinny | Kernel::InOrder => {
             let w_map = TensorMap::matrix(weight.weight, num_experts * n, k, 64, 64)?;
-            let x_map = TensorMap::matrix(x, rows.routes, k, 8, 64)?;
+            let x_map = TensorMap::matrix(x, x_rows, k, 8, 64)?;
             let (stages, shared) = ring(q.gpu(), 2 * (64 + tile_rows) * 64 * 2, 24, 0);
             let args = [
                 Arg::Bytes(w_map.bytes()),
@@ -247,17 +209,17 @@ fn wide_tile_rows(routes: usize, num_experts: usize) -> usize {
     if routes >= num_experts * ROWS_OF_192 { 192 } else { 128 }
 }
 
-/// The kernel for packed weights `[n, k]` of all experts, in tiles of `tile_rows` of `routes` rows, with `groups` warpgroups that multiply.
+/// The kernel for packed weights `[n, k]` of all experts, in tiles of `tile_rows` of `x_rows` rows, with `groups` warpgroups that multiply.
 fn quantized(
     q: &Queue,
     [x, codes]: [Span; 2],
     (scales, format): (Span, PackedFormat),
-    parameters: &[u64; 6],
-    [n, k, routes, tile_rows]: [usize; 4],
+    parameters: &[u64; 8],
+    [n, k, x_rows, tile_rows]: [usize; 4],
     groups: u32,
 ) -> Result<(), CudaError> {
     let w_map = TensorMap::bytes_matrix(codes, n, format.row_bytes(k), TILE, 128)?;
-    let x_map = TensorMap::matrix(x, routes, k, 8, 64)?;
+    let x_map = TensorMap::matrix(x, x_rows, k, 8, 64)?;
     let stage_bytes = TILE * 128 + tile_rows * format.slice_cols() * 2 + format.max_meta_bytes();
     let sums_bytes = if groups == 4 { 3 * 8 * 128 * 4 } else { 0 };
     let (stages, shared) = ring(q.gpu(), stage_bytes, 24, sums_bytes);
@@ -292,12 +254,12 @@ pub(super) fn check_products(
     epilogue: GroupedEpilogue,
 ) -> Result<(), CudaError> {
     let GroupedWeight { weight, packed, bias, num_experts, n, k } = *weight;
-    let GroupedRows { offsets, tokens, routes } = rows;
+    let routes = rows.routes;
+    rows.check(num_experts)?;
     ensure!(OP, (1..=MAX_EXPERTS).contains(&num_experts), "{num_experts} experts; expected 1 to {MAX_EXPERTS}");
     ensure!(OP, k > 0 && k.is_multiple_of(8), "{k} inputs are not a multiple of 8");
     let group = if epilogue.is_gated() { 2 * GATE_GROUP } else { 8 };
     ensure!(OP, n > 0 && n.is_multiple_of(group), "{n} outputs are not a multiple of {group}");
-    ensure!(OP, tokens > 0 && routes > 0, "no rows");
     let outputs = epilogue.outputs(n);
     ensure!(OP, y.count::<bf16>() >= routes * outputs, "y is shorter than {routes} x {outputs}");
     let (weight_bytes, scales_bytes) = match packed {
@@ -314,14 +276,24 @@ pub(super) fn check_products(
         bias.is_null() || bias.count::<bf16>() >= num_experts * n,
         "biases are shorter than {num_experts} x {n}"
     );
-    ensure!(OP, offsets.count::<u32>() > num_experts, "offsets are shorter than {}", num_experts + 1);
     let aligned = [y, weight].iter().all(|span| span.is_aligned(16)) && (bias.is_null() || bias.is_aligned(8));
     ensure!(OP, aligned, "a buffer is not 16-byte aligned");
     Ok(())
 }
 
-/// `Grouped` of the kernels: y, bias, offsets, groups, n, k, epilogue, alpha, limit.
-pub(super) fn parameters(y: Span, weight: &GroupedWeight, rows: GroupedRows, epilogue: GroupedEpilogue) -> [u64; 6] {
+/// `Grouped` of the kernels: y, bias, offsets, groups, n, k, epilogue, alpha, limit, list, listed_tokens, most_listed.
+pub(super) fn parameters<X>(
+    y: Span,
+    weight: &GroupedWeight,
+    rows: GroupedRows,
+    epilogue: GroupedEpilogue,
+    inputs: &RowInputs<X>,
+) -> [u64; 8] {
+    let [offsets, list] = match rows.experts {
+        ExpertRows::Offsets(offsets) => [offsets, Span::NULL],
+        ExpertRows::Listed(list) => [Span::NULL, list],
+    };
+    let listed_tokens = if matches!(inputs, RowInputs::OfAllTokens(_)) { rows.tokens } else { 0 };
     let (epilogue, alpha, limit): (u32, f32, f32) = match epilogue {
         GroupedEpilogue::Store => (0, 0.0, 0.0),
         GroupedEpilogue::Activated(activation) => (PLAIN + activation_code(activation), 0.0, 0.0),
@@ -331,10 +303,12 @@ pub(super) fn parameters(y: Span, weight: &GroupedWeight, rows: GroupedRows, epi
     [
         y.address(),
         weight.bias.address(),
-        rows.offsets.address(),
+        offsets.address(),
         weight.num_experts as u64 | (weight.n as u64) << 32,
         weight.k as u64 | u64::from(epilogue) << 32,
         u64::from(alpha.to_bits()) | u64::from(limit.to_bits()) << 32,
+        list.address(),
+        listed_tokens as u64 | (rows.routes as u64) << 32,
     ]
 }
 

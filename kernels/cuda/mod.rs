@@ -52,6 +52,7 @@ pub mod decode_division;
 pub mod embed;
 mod error;
 pub mod expand_blocks;
+pub mod expert_rows;
 pub mod fp8_gemm;
 pub mod gate;
 pub mod gate_rows;

@@ -1,24 +1,23 @@
-//! The router of a layer with experts for few tokens: product, choice, order and rows in one kernel, `route_few_tokens.cu`.
+//! The router of a layer with experts for few tokens: product, choice and order in one kernel, `route_few_tokens.cu`.
 
 use half::bf16;
 
 use super::error::ensure;
+use super::grouped_gemm::has_hopper_kernels;
 use super::quantize_rows::Fp8Rows;
-use super::route_tokens::{Choices, Router};
-use super::sort_routes::{self, SortedRoutes, SortedRows};
+use super::route_tokens::{Choices, MAX_EXPERTS, Router};
 use super::{Arg, CudaError, Gpu, Launch, Queue, Span};
 
 const OP: &str = "route_few_tokens";
-/// Maximum number of tokens, and of routes.
-const MAX_TOKENS: usize = 16;
-const MAX_ROUTES: usize = 512;
-/// Threads of a block, and rows of the router that it multiplies.
+/// Maximum number of tokens.
+pub const MAX_TOKENS: usize = 8;
+/// Maximum number of routes.
+const MAX_ROUTES: usize = 256;
+/// Blocks, all of one cluster, and threads of a block.
+const BLOCKS: u32 = 8;
 const THREADS: u32 = 512;
-const ROWS: usize = 16;
-/// Bytes of [`RouterProduct::barrier`].
-pub const BARRIER_BYTES: usize = 8;
 
-/// The product whose result a [`Router`] chooses by.
+/// The product by whose result a [`Router`] chooses.
 #[derive(Debug, Clone, Copy)]
 pub struct RouterProduct {
     /// `[tokens, width]` bf16.
@@ -29,46 +28,63 @@ pub struct RouterProduct {
     pub width: usize,
     /// `[width]` bf16, one more output, and `[tokens]` f32, its sigmoid.
     pub gate: Option<[Span; 2]>,
-    /// [`BARRIER_BYTES`] that are zero before the first launch, of one queue.
-    pub barrier: Span,
 }
 
-/// Where the rows of each expert go.
+/// Where the order of the routes goes.
 #[derive(Debug, Clone, Copy)]
-pub struct FewRows {
-    /// In bf16.
-    pub copied: SortedRows,
-    /// If it is set, they go here instead, in e4m3.
-    pub rounded: Option<Fp8Rows>,
+pub struct ListedRoutes {
+    /// [`list_bytes`]: four u32 for each expert that a token chose, in ascending order: its index among those of the worker, its first row,
+    /// a bit for each token that chose it, and 0. They follow four u32 of which the first is the number of these experts. Rows are sorted
+    /// by expert, then by token.
+    pub list: Span,
+    /// `[routes]` u32: the row of each route.
+    pub places: Span,
+    /// The first expert of this worker.
+    pub first_expert: usize,
+    /// Number of experts of this worker.
+    pub num_experts: usize,
 }
 
-/// Whether the kernel takes this number of tokens with `top_k` of `experts` experts on this GPU.
+/// Bytes of a list of experts.
+pub fn list_bytes(routes: usize) -> usize {
+    16 * (1 + routes)
+}
+
+/// Rows of tokens that are rounded to e4m3.
+#[derive(Debug, Clone, Copy)]
+pub struct RoundedTokens {
+    /// `[tokens, cols]` bf16.
+    pub x: Span,
+    /// Number of columns.
+    pub cols: usize,
+    /// The rounded rows.
+    pub to: Fp8Rows,
+}
+
+/// Whether this GPU and this build have the kernel, and it takes this number of tokens with `top_k` of `experts` experts.
 pub fn takes(gpu: &Gpu, tokens: usize, top_k: usize, experts: usize) -> bool {
-    // All blocks must be resident at the same time.
-    tokens <= MAX_TOKENS && tokens * top_k <= MAX_ROUTES && blocks(experts) <= gpu.num_multiprocessors()
+    let is_small = tokens <= MAX_TOKENS && tokens * top_k <= MAX_ROUTES && experts <= MAX_EXPERTS;
+    is_small && has_hopper_kernels(gpu)
 }
 
-fn blocks(experts: usize) -> u32 {
-    (experts + 1).div_ceil(ROWS) as u32
-}
-
-/// Writes the logits of `router`, [`super::route_tokens`] and [`super::sort_routes`] of them, for a number of tokens that the kernel
-/// [`takes`].
+/// [`super::route_tokens`] of the logits of a product, and a list of the experts, for a number of tokens that the kernel [`takes`]. The
+/// logits of `router` are not used. Rounds rows of tokens, too, if `rounded` is set.
 pub fn route_few_tokens(
     q: &Queue,
-    to: SortedRoutes,
+    to: ListedRoutes,
     choices: Choices,
     router: &Router,
     product: RouterProduct,
     tokens: usize,
-    FewRows { copied, rounded }: FewRows,
+    rounded: Option<RoundedTokens>,
 ) -> Result<(), CudaError> {
-    let RouterProduct { x, weight, width, gate, barrier } = product;
-    let count = router.count;
+    let RouterProduct { x: routed, weight, width, gate } = product;
+    let (count, routes) = (router.count, tokens * choices.top_k);
     router.check(choices, tokens)?;
     ensure!(OP, takes(q.gpu(), tokens, choices.top_k, count), "{tokens} tokens, {} of {count} experts", choices.top_k);
     ensure!(OP, width > 0 && width.is_multiple_of(8), "{width} inputs are not a multiple of 8");
-    ensure!(OP, x.count::<bf16>() >= tokens * width && x.is_aligned(16), "x is shorter than {tokens} x {width}");
+    let is_enough = routed.count::<bf16>() >= tokens * width && routed.is_aligned(16);
+    ensure!(OP, is_enough, "the inputs are shorter than {tokens} x {width}, or not aligned");
     let is_enough = weight.count::<bf16>() >= count * width && weight.is_aligned(16);
     ensure!(OP, is_enough, "the router is shorter than {count} x {width}, or not aligned");
     let [gate, factors] = gate.unwrap_or([Span::NULL; 2]);
@@ -76,35 +92,38 @@ pub fn route_few_tokens(
         let is_enough = gate.count::<bf16>() >= width && gate.is_aligned(16) && factors.count::<f32>() >= tokens;
         ensure!(OP, is_enough, "the gate is shorter than {width}, or its factors than {tokens}");
     }
-    ensure!(OP, barrier.bytes() >= BARRIER_BYTES && barrier.is_aligned(4), "the barrier is short or not aligned");
-    sort_routes::check(to, choices, tokens, Some(copied))?;
-    let routes = tokens * choices.top_k;
-    rounded.map_or(Ok(()), |rounded| rounded.check(routes, copied.cols))?;
-    let [codes, scales] = rounded.map_or([Span::NULL; 2], |Fp8Rows { codes, scales }| [codes, scales]);
+    let ListedRoutes { list, places, first_expert, num_experts } = to;
+    let is_enough = list.bytes() >= list_bytes(routes) && list.is_aligned(16) && places.count::<u32>() >= routes;
+    ensure!(OP, is_enough, "list or places are shorter than {routes} routes, or not aligned");
+    let (x, cols, rounded) = match rounded {
+        Some(RoundedTokens { x, cols, to }) => {
+            let is_enough = x.count::<bf16>() >= tokens * cols && x.is_aligned(16) && cols.is_multiple_of(8);
+            ensure!(OP, is_enough, "the rows of tokens are shorter than {tokens} x {cols}, or not aligned");
+            to.check(tokens, cols)?;
+            (x, cols, [to.codes, to.scales])
+        }
+        None => (Span::NULL, 0, [Span::NULL; 2]),
+    };
     let pair = |low: usize, high: usize| low as u64 | (high as u64) << 32;
     // `FewTokens` of the kernel.
     let parameters = [
-        x.address(),
+        routed.address(),
         weight.address(),
         gate.address(),
         factors.address(),
-        router.logits.address(),
         choices.experts.address(),
         choices.probabilities.address(),
         router.slots.address(),
-        to.offsets.address(),
-        to.tokens.address(),
-        to.places.address(),
-        copied.rows.address(),
-        copied.x.address(),
-        barrier.address(),
+        places.address(),
+        x.address(),
         pair(tokens, width),
-        pair(copied.cols, to.first_expert),
-        pair(to.num_experts, Fp8Rows::pitch(routes)),
-        codes.address(),
-        scales.address(),
+        pair(cols, first_expert),
+        pair(num_experts, Fp8Rows::pitch(tokens)),
+        list.address(),
+        rounded[0].address(),
+        rounded[1].address(),
     ];
     let routing = router.parameters(choices);
     let args = [Arg::Bytes(bytemuck::bytes_of(&parameters)), Arg::Bytes(bytemuck::bytes_of(&routing))];
-    q.launch("route_few_tokens", Launch::new(blocks(count), THREADS), &args)
+    q.launch("route_few_tokens", Launch::new(BLOCKS, THREADS).cluster(BLOCKS), &args)
 }

@@ -114,9 +114,10 @@ impl Router {
         }
     }
 
+    /// Checks everything but the logits.
     pub(super) fn check(&self, to: Choices, tokens: usize) -> Result<(), CudaError> {
         let (op, Choices { experts, probabilities, top_k }) = ("route_tokens", to);
-        let Self { logits, bias, selection_bias, scales, slots, count, groups, .. } = *self;
+        let Self { bias, selection_bias, scales, slots, count, groups, .. } = *self;
         ensure!(op, (1..=MAX_EXPERTS).contains(&count), "{count} experts; expected 1 to {MAX_EXPERTS}");
         ensure!(op, (1..=count.min(MAX_CHOICES)).contains(&top_k), "{top_k} of {count} experts for a token");
         ensure!(op, tokens > 0, "no tokens");
@@ -133,7 +134,6 @@ impl Router {
             probabilities.count::<f32>() >= tokens * top_k,
             "probabilities are shorter than {tokens} x {top_k}"
         );
-        ensure!(op, logits.count::<f32>() >= tokens * count, "logits are shorter than {tokens} x {count}");
         ensure!(op, slots.count::<u32>() >= tokens, "slots are shorter than {tokens}");
         Ok(())
     }
@@ -175,6 +175,8 @@ impl Groups {
 /// Chooses the experts of each token, as `ops::Routing` describes.
 pub fn route_tokens(q: &Queue, to: Choices, router: &Router, tokens: usize) -> Result<(), CudaError> {
     router.check(to, tokens)?;
+    let (op, count, logits) = ("route_tokens", router.count, router.logits);
+    ensure!(op, logits.count::<f32>() >= tokens * count, "logits are shorter than {tokens} x {count}");
     let parameters = router.parameters(to);
     let args = [
         to.experts.into(),

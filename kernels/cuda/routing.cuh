@@ -129,10 +129,12 @@ __device__ __forceinline__ Choice choose_experts(const float* logits, const Rout
     for (u32 turn = 0; turn < router.top_k; ++turn) {
         u32 most = 0, at = 0xffffffffu;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            if (keys[i] > most) most = keys[i], at = lane + 32 * i;
-        }
-        warp_largest(most, at);
+        for (int i = 0; i < OWN; ++i) most = ::max(most, keys[i]);
+        most = __reduce_max_sync(FULL_WARP, most);
+#pragma unroll
+        for (int i = OWN - 1; i >= 0; --i) at = keys[i] == most ? lane + 32 * i : at;
+        // Nothing is left to choose.
+        at = __reduce_min_sync(FULL_WARP, most > 0 ? at : 0xffffffffu);
         float weight = value_of(most);
         if (router.scoring == SPARSE_MIXER) {
             const float best = weight;

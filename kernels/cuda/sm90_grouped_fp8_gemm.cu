@@ -71,8 +71,8 @@ __device__ __forceinline__ void load_sorted(const Fp8GroupedRing& ring, const Ti
     Cursor at{0, 1};
     for (u32 index = blockIdx.x; index < items; index += gridDim.x) {
         const Tile tile = tiles.tile(index);
-        const u32 rows = (tile.rows + 7) / 8 * 8, first_scale = tile.first / 4 * 4;
-        const u32 scale_bytes = (tile.first + tile.rows - first_scale + 3) / 4 * 16;
+        const u32 rows = (tile.rows + 7) / 8 * 8, first_scale = tile.first_x / 4 * 4;
+        const u32 scale_bytes = (tile.first_x + tile.rows - first_scale + 3) / 4 * 16;
         for (i32 i = 0; i < operands.slices; ++i) {
             barrier_wait(ring.empty + 8 * at.stage, at.parity);
             load_w<FORMAT>(ring, w_map, p, operands, tile, at, i, rows * SLICE + scale_bytes);
@@ -81,9 +81,9 @@ __device__ __forceinline__ void load_sorted(const Fp8GroupedRing& ring, const Ti
             bulk_load(ring.x_scales(at.stage), reinterpret_cast<const u8*>(scales), scale_bytes, full, EVICT_LAST);
             u32 row = 0;
             for (; row + BOX <= rows; row += BOX) {
-                tensor_load(ring.x(at.stage) + row * SLICE, x_box_map, i * SLICE, tile.first + row, full, EVICT_LAST);
+                tensor_load(ring.x(at.stage) + row * SLICE, x_box_map, i * SLICE, tile.first_x + row, full, EVICT_LAST);
             }
-            for (; row < rows; row += 8) tensor_load(ring.x(at.stage) + row * SLICE, x_map, i * SLICE, tile.first + row, full, EVICT_LAST);
+            for (; row < rows; row += 8) tensor_load(ring.x(at.stage) + row * SLICE, x_map, i * SLICE, tile.first_x + row, full, EVICT_LAST);
             at.advance(1, ring.stages);
         }
     }
@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_gathered(const Fp8GroupedRing& ring, const 
 template <int FORMAT, int NT>
 __device__ __forceinline__ void multiply_item(const Fp8GroupedRing& ring, const Grouped& p, const Operands& operands, const Tile& tile,
                                               Cursor& at, u32 group) {
-    const u32 offset = 4 * ((operands.are_gathered() ? 0 : tile.first % 4) + threadIdx.x % 4 * 2);
+    const u32 offset = 4 * ((operands.are_gathered() ? 0 : tile.first_x % 4) + threadIdx.x % 4 * 2);
     float acc[NT / 2] = {};
     for (i32 i = 0; i < operands.slices; ++i) {
         barrier_wait(ring.full + 8 * at.stage, at.parity);
@@ -163,7 +163,6 @@ __device__ __forceinline__ void grouped_fp8_gemm(const TensorMap* w_map, const T
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[32];
     __shared__ u32 ends[MAX_GROUPS];
-    pdl_launch();
     const u32 aligned = (shared_address(dynamic) + 1023) & ~1023u, bars = shared_address(barriers);
     const Fp8GroupedRing ring{aligned, bars, bars + 8 * stages, tile_rows, stages};
     if (threadIdx.x == 0) {
@@ -172,7 +171,8 @@ __device__ __forceinline__ void grouped_fp8_gemm(const TensorMap* w_map, const T
         barrier_init_fence();
     }
     pdl_wait();
-    Tiles tiles{ends, p.offsets, p.groups, tile_rows, (p.n + GROUPS * TILE - 1) / (GROUPS * TILE)};
+    pdl_launch();  // not earlier: see sum_experts.cu
+    Tiles tiles{ends, p, tile_rows, (p.n + GROUPS * TILE - 1) / (GROUPS * TILE)};
     tiles.count();
     const u32 items = tiles.total(), group = threadIdx.x / 128;
     if (group == GROUPS) {

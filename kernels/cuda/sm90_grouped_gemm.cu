@@ -139,7 +139,6 @@ template <int GROUPS>
 __device__ __forceinline__ void grouped_gemm(const TensorMap* w_map, const TensorMap* x_map, const TokenRows& from, const Grouped& p, i32 stages) {
     using Ring = Stages<GROUPS>;
     alignas(1024) extern __shared__ u8 dynamic[];
-    pdl_launch();
     const u32 base = shared_address(dynamic), bars = base + stages * Ring::BYTES;
     const Ring ring{base, bars, bars + 8 * stages, stages, from.tokens != nullptr};
     if (threadIdx.x == 0) {
@@ -148,8 +147,9 @@ __device__ __forceinline__ void grouped_gemm(const TensorMap* w_map, const Tenso
         barrier_init_fence();
     }
     pdl_wait();
+    pdl_launch();  // not earlier: see sum_experts.cu
     u32* const ends = reinterpret_cast<u32*>(dynamic + stages * (Ring::BYTES + 16));
-    Tiles tiles{ends, p.offsets, p.groups, Ring::TILE_ROWS, (p.n + TILE_COLS - 1) / TILE_COLS};
+    Tiles tiles{ends, p, Ring::TILE_ROWS, (p.n + TILE_COLS - 1) / TILE_COLS};
     tiles.count();
     const u32 items = tiles.total();
     const i32 slices = (p.k + BK - 1) / BK;

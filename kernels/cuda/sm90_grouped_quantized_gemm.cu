@@ -62,7 +62,7 @@ struct Work {
 #pragma unroll 1
         for (u32 box = 0; box < R::BOXES * boxes; ++box) {
             const u32 part = box / boxes, rows = box % boxes;
-            tensor_load(ring.x(stage, part) + rows * X_BOX_BYTES, x_map, (i * R::BOXES + part) * BK, tile.first + 8 * rows, full, EVICT_LAST);
+            tensor_load(ring.x(stage, part) + rows * X_BOX_BYTES, x_map, (i * R::BOXES + part) * BK, tile.first_x + 8 * rows, full, EVICT_LAST);
         }
     }
 
@@ -205,7 +205,6 @@ __device__ __forceinline__ void grouped_quantized_gemm(const TensorMap* w_map, c
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[64];
     __shared__ u32 ends[MAX_GROUPS];
-    pdl_launch();
     const u32 aligned = (shared_address(dynamic) + 1023) & ~1023u, bars = shared_address(barriers);
     const GroupedRing<FORMAT> ring{aligned, bars, bars + 8 * stages, tile_rows, stages};
     if (threadIdx.x == 0) {
@@ -213,7 +212,8 @@ __device__ __forceinline__ void grouped_quantized_gemm(const TensorMap* w_map, c
         barrier_init_fence();
     }
     pdl_wait();
-    Tiles tiles{ends, p.offsets, p.groups, tile_rows, p.n / TILE};
+    pdl_launch();  // not earlier: see sum_experts.cu
+    Tiles tiles{ends, p, tile_rows, p.n / TILE};
     tiles.count();
     const i32 slices = (p.k + Codes<FORMAT>::COLUMNS - 1) / Codes<FORMAT>::COLUMNS, group = threadIdx.x / 128;
     const Work<FORMAT> work{ring, tiles, w_map, x_map, p, meta, tiles.total(), slices};

@@ -54,7 +54,7 @@ __device__ __forceinline__ void produce(const Stages& ring, const Tiles& tiles, 
                 const i32 column = i * BK + half * BOX;
                 tensor_load(ring.w(at.stage, half), w_map, column, w_row, full, EVICT_FIRST);
                 for (u32 b = 0; b < boxes; ++b) {
-                    tensor_load(ring.x(at.stage, half) + b * X_BOX_BYTES, x_map, column, tile.first + 8 * b, full, EVICT_LAST);
+                    tensor_load(ring.x(at.stage, half) + b * X_BOX_BYTES, x_map, column, tile.first_x + 8 * b, full, EVICT_LAST);
                 }
             }
             at.advance(1, ring.count);
@@ -107,7 +107,6 @@ sm90_grouped_skinny_gemm_bf16(const __grid_constant__ TensorMap w_map, const __g
     extern __shared__ u8 dynamic[];
     __shared__ alignas(8) u64 barriers[64];
     __shared__ u32 ends[MAX_GROUPS];
-    pdl_launch();
     const u32 aligned = (shared_address(dynamic) + 1023) & ~1023u, bars = shared_address(barriers);
     const Stages ring{aligned, bars, bars + 8 * stages, tile_rows, stages};
     if (threadIdx.x == 0) {
@@ -115,7 +114,8 @@ sm90_grouped_skinny_gemm_bf16(const __grid_constant__ TensorMap w_map, const __g
         barrier_init_fence();
     }
     pdl_wait();
-    Tiles tiles{ends, p.offsets, p.groups, tile_rows, (p.n + TILE - 1) / TILE};
+    pdl_launch();  // not earlier: see sum_experts.cu
+    Tiles tiles{ends, p, tile_rows, (p.n + TILE - 1) / TILE};
     tiles.count();
     const u32 items = tiles.total();
     const i32 slices = (p.k + BK - 1) / BK;

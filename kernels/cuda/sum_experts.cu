@@ -17,8 +17,9 @@
 // archs: 80 90a 100a ptx
 #include "rms_norm.cuh"
 
+constexpr u32 MAX_CHOICES = 32, NO_ROW = 0xffffffffu;
+
 struct ExpertSum {
-    static constexpr bool IS_ADDED = true;
     const bf16* y;
     const u32* places;
     const u32* experts;
@@ -26,45 +27,65 @@ struct ExpertSum {
     u32 top_k, first, local;
     const bf16* also;
     const float* also_factors;
+};
+
+// The experts of a token, in shared memory.
+struct TokenExperts {
+    static constexpr bool IS_ADDED = true;
+    const ExpertSum& p;
+    const u32* rows;  // NO_ROW for experts of other workers
+    const float* probabilities;
 
     __device__ void add(float (&x)[8], u64 token, u32 column, u32 cols) const {
-        constexpr u32 AHEAD = 4;  // routes whose loads do not wait for each other
+        constexpr u32 AHEAD = 8;  // routes whose loads do not wait for each other
         float sum[8] = {};
-        for (u32 begin = 0; begin < top_k; begin += AHEAD) {
-            bool is_local[AHEAD];
-            float probability[AHEAD];
-            u32 place[AHEAD];
+        for (u32 begin = 0; begin < p.top_k; begin += AHEAD) {
+            u32 at[AHEAD];
             bf16x8 row[AHEAD];
 #pragma unroll
             for (u32 i = 0; i < AHEAD; ++i) {
-                const u64 route = token * top_k + min(begin + i, top_k - 1);
-                is_local[i] = begin + i < top_k && experts[route] - first < local;
-                probability[i] = probabilities[route];
-                place[i] = places[route];
+                at[i] = begin + i < p.top_k ? rows[begin + i] : NO_ROW;
+                if (at[i] != NO_ROW) row[i] = load8(p.y + (u64)at[i] * cols + column);
             }
 #pragma unroll
             for (u32 i = 0; i < AHEAD; ++i) {
-                if (is_local[i]) row[i] = load8(y + (u64)place[i] * cols + column);
-            }
+                if (at[i] == NO_ROW) continue;
+                const float probability = probabilities[begin + i];
 #pragma unroll
-            for (u32 i = 0; i < AHEAD; ++i) {
-                if (!is_local[i]) continue;
-#pragma unroll
-                for (int j = 0; j < 8; ++j) sum[j] += probability[i] * to_f32(row[i].v[j]);
+                for (int j = 0; j < 8; ++j) sum[j] += probability * to_f32(row[i].v[j]);
             }
         }
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] += sum[j];
-        if (!also) return;
-        const float factor = also_factors ? also_factors[token] : 1.0f;
-        const bf16x8 other = load8(also + token * cols + column);
+        if (!p.also) return;
+        const float factor = p.also_factors ? p.also_factors[token] : 1.0f;
+        const bf16x8 other = load8(p.also + token * cols + column);
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] += factor * to_f32(other.v[j]);
     }
 };
 
-extern "C" __global__ void __launch_bounds__(128) sum_experts_bf16(bf16* out, const ExpertSum experts, u32 cols) {
+// By all threads: the experts of token blockIdx.x. This does not wait for earlier kernels: the first product of the experts lets later kernels
+// start only when the routes are complete, and the second one is between it and the sum.
+struct SharedExperts {
+    u32 rows[MAX_CHOICES];
+    float probabilities[MAX_CHOICES];
+
+    __device__ TokenExperts load(const ExpertSum& p) {
+        if (threadIdx.x < p.top_k) {
+            const u64 route = (u64)blockIdx.x * p.top_k + threadIdx.x;
+            rows[threadIdx.x] = p.experts[route] - p.first < p.local ? p.places[route] : NO_ROW;
+            probabilities[threadIdx.x] = p.probabilities[route];
+        }
+        __syncthreads();
+        return {p, rows, probabilities};
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(128) sum_experts_bf16(bf16* out, const ExpertSum p, u32 cols) {
+    __shared__ SharedExperts shared;
     pdl_launch();
+    const TokenExperts experts = shared.load(p);
     pdl_wait();
     const u64 token = blockIdx.x;
     const u32 column = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
@@ -78,7 +99,8 @@ extern "C" __global__ void __launch_bounds__(128) sum_experts_bf16(bf16* out, co
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-sum_experts_add_norm_bf16(bf16* out, bf16* residual, const ExpertSum experts, const bf16* gain, u32 cols, float eps) {
+sum_experts_add_norm_bf16(bf16* out, bf16* residual, const ExpertSum p, const bf16* gain, u32 cols, float eps) {
+    __shared__ SharedExperts shared;
     pdl_launch();
-    norm_chunks<ExpertSum, 1>(out, residual, experts, gain, cols, eps);
+    norm_chunks<TokenExperts, 1>(out, residual, shared.load(p), gain, cols, eps);
 }

@@ -4,13 +4,12 @@ mod gpu;
 
 use std::sync::Arc;
 
-use gpu::{Random, assert_close, floats, poisoned, rows_of_tokens};
+use gpu::{CHOSEN, Listed, Random, assert_close, floats, poisoned, rows_of_tokens};
 use half::bf16;
+use kernels::cuda::expert_rows::{ExpertRows, GroupedRows, RowInputs};
 use kernels::cuda::gate_rows::gate_rows;
 use kernels::cuda::gated_activation::GateActivation;
-use kernels::cuda::grouped_gemm::{
-    Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, RowInputs, grouped_gemm, has_hopper_kernels,
-};
+use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels};
 use kernels::cuda::route_tokens::Choices;
 use kernels::cuda::scale_routes::scale_routes;
 use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
@@ -132,8 +131,19 @@ impl Product {
     }
 
     fn run(&self, gpu: &Arc<Gpu>, q: &Queue, epilogue: GroupedEpilogue, kernel: Kernel) -> Vec<bf16> {
-        let x = upload(gpu, &self.x);
-        self.run_with(gpu, q, RowInputs::Sorted(x.span()), epilogue, kernel)
+        let (x, offsets) = (upload(gpu, &self.x), self.offsets(gpu));
+        let tokens = self.counts.iter().copied().max().expect("an expert");
+        let rows = GroupedRows { experts: ExpertRows::Offsets(offsets.span()), tokens, routes: self.rows };
+        self.run_with(gpu, q, (RowInputs::Sorted(x.span()), rows), epilogue, kernel)
+    }
+
+    /// The first row of each expert.
+    fn offsets(&self, gpu: &Arc<Gpu>) -> DeviceBuffer {
+        let starts = std::iter::once(0).chain(self.counts.iter().scan(0, |sum, count| {
+            *sum += *count as u32;
+            Some(*sum)
+        }));
+        upload(gpu, &starts.collect::<Vec<u32>>())
     }
 
     /// The same if the rows are found through the tokens of rows.
@@ -141,24 +151,22 @@ impl Product {
         let (x, of_rows) = rows_of_tokens(&self.x, self.k);
         let (x, of_rows) = (upload(gpu, &x), upload(gpu, &of_rows));
         let inputs = RowInputs::OfTokens { x: x.span(), of_rows: of_rows.span() };
-        self.run_with(gpu, q, inputs, epilogue, Kernel::Wide)
+        let offsets = self.offsets(gpu);
+        let experts = ExpertRows::Offsets(offsets.span());
+        let rows = GroupedRows { experts, tokens: self.rows, routes: self.rows };
+        self.run_with(gpu, q, (inputs, rows), epilogue, Kernel::Wide)
     }
 
     fn run_with(
         &self,
         gpu: &Arc<Gpu>,
         q: &Queue,
-        inputs: RowInputs<Span>,
+        (inputs, rows): (RowInputs<Span>, GroupedRows),
         epilogue: GroupedEpilogue,
         kernel: Kernel,
     ) -> Vec<bf16> {
         let weight = upload(gpu, &self.weight);
         let bias = self.bias.as_deref().map(|bias| upload(gpu, bias));
-        let starts = std::iter::once(0).chain(self.counts.iter().scan(0, |sum, count| {
-            *sum += *count as u32;
-            Some(*sum)
-        }));
-        let offsets = upload(gpu, &starts.collect::<Vec<u32>>());
         let weight = GroupedWeight {
             weight: weight.span(),
             packed: None,
@@ -167,11 +175,6 @@ impl Product {
             n: self.n,
             k: self.k,
         };
-        let tokens = match inputs {
-            RowInputs::Sorted(_) => self.counts.iter().copied().max().expect("an expert"),
-            RowInputs::OfTokens { .. } => self.rows,
-        };
-        let rows = GroupedRows { offsets: offsets.span(), tokens, routes: self.rows };
         let count = self.rows * epilogue.outputs(self.n);
         let y = poisoned::<bf16>(gpu, q, count);
         grouped_gemm(q, y.span(), inputs, &weight, rows, epilogue, kernel).expect("a launch");
@@ -327,6 +330,35 @@ fn gathered_rows_give_the_bits_of_sorted_rows() {
                 let sorted = product.run(&gpu, &q, epilogue, Kernel::Wide);
                 let gathered = product.run_gathered(&gpu, &q, epilogue);
                 assert_eq!(sorted, gathered, "{n} x {k}, {counts:?}, {epilogue:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn listed_experts_give_the_bits_of_sorted_rows() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    if !has_hopper_kernels(&gpu) {
+        println!("skipped: the kernel needs a GPU of compute capability 9");
+        return;
+    }
+    let mut random = Random::new(14);
+    let gated = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
+    for chosen in CHOSEN {
+        let listed = Listed::new(&gpu, chosen);
+        let tokens = chosen.iter().map(|bits| 32 - bits.leading_zeros()).max().expect("an expert") as usize;
+        for [n, k] in [[16, 8], [80, 136], [1536, 2048]] {
+            let x = random.bf16s(tokens * k, 1.0);
+            let product = Product::new(&mut random, &listed.counts, [n, k], n == 80);
+            let product = Product { x: listed.sorted(&x, k), ..product };
+            let rows = GroupedRows { experts: ExpertRows::Listed(listed.list.span()), tokens, routes: product.rows };
+            let (x_on, sorted_on) = (upload(&gpu, &x), upload(&gpu, &product.x));
+            for epilogue in [GroupedEpilogue::Store, gated] {
+                let expected = product.run(&gpu, &q, epilogue, Kernel::Skinny);
+                for inputs in [RowInputs::OfAllTokens(x_on.span()), RowInputs::Sorted(sorted_on.span())] {
+                    let found = product.run_with(&gpu, &q, (inputs, rows), epilogue, Kernel::Skinny);
+                    assert!(found == expected, "{n} x {k}, {tokens} tokens, {chosen:?}, {inputs:?}");
+                }
             }
         }
     }

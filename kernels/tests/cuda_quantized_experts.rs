@@ -9,13 +9,12 @@ mod quantized;
 use std::sync::Arc;
 
 use fp8_rows::{quantize, quantized_values};
-use gpu::{Random, floats, poisoned, rows_of_tokens};
+use gpu::{CHOSEN, Listed, Random, floats, poisoned, rows_of_tokens};
 use half::bf16;
+use kernels::cuda::expert_rows::{ExpertRows, GroupedRows, RowInputs};
 use kernels::cuda::gated_activation::GateActivation;
 use kernels::cuda::grouped_fp8_gemm::{grouped_fp8_gemm, has_grouped_fp8_kernel};
-use kernels::cuda::grouped_gemm::{
-    Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, RowInputs, grouped_gemm, has_hopper_kernels,
-};
+use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedWeight, Kernel, grouped_gemm, has_hopper_kernels};
 use kernels::cuda::quantized_gemm::PackedFormat;
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 use kernels::reference;
@@ -51,6 +50,45 @@ impl Experts {
         found
     }
 
+    /// The products of listed experts for rows of tokens.
+    fn run_listed(
+        &self,
+        (gpu, q): (&Arc<Gpu>, &Queue),
+        x: &[bf16],
+        listed: &Listed,
+        epilogue: GroupedEpilogue,
+        kernel: Option<Kernel>,
+    ) -> Vec<f32> {
+        let upload = |values: &[bf16]| DeviceBuffer::from_slice(gpu, values).expect("memory");
+        let (k, routes) = (self.weight.k, listed.tokens.len());
+        let (bias, x_on, (_codes, rounded)) = (upload(&self.bias), upload(x), quantize((gpu, q), x, k));
+        let weight = self.grouped(listed.counts.len(), bias.span());
+        let rows = GroupedRows { experts: ExpertRows::Listed(listed.list.span()), tokens: x.len() / k, routes };
+        let count = routes * epilogue.outputs(self.n);
+        let y = poisoned::<bf16>(gpu, q, count);
+        match kernel {
+            Some(kernel) => {
+                grouped_gemm(q, y.span(), RowInputs::OfAllTokens(x_on.span()), &weight, rows, epilogue, kernel)
+            }
+            None => grouped_fp8_gemm(q, y.span(), RowInputs::OfAllTokens(rounded), &weight, rows, epilogue),
+        }
+        .expect("a launch");
+        q.wait().expect("the kernel runs");
+        floats(&y.span().read::<bf16>(count).expect("a copy"))
+    }
+
+    fn grouped(&self, num_experts: usize, bias: Span) -> GroupedWeight {
+        let packed = self.weight.packed();
+        GroupedWeight {
+            weight: packed.codes,
+            packed: Some((packed.scales, packed.format)),
+            bias,
+            num_experts,
+            n: self.n,
+            k: self.weight.k,
+        }
+    }
+
     fn run_on(
         &self,
         (gpu, q): (&Arc<Gpu>, &Queue),
@@ -73,22 +111,14 @@ impl Experts {
         let x = upload(x);
         let starts: Vec<u32> = (0..=counts.len()).map(|expert| counts[..expert].iter().sum::<usize>() as u32).collect();
         let offsets = DeviceBuffer::from_slice(gpu, &starts).expect("memory");
-        let packed = self.weight.packed();
-        let weight = GroupedWeight {
-            weight: packed.codes,
-            packed: Some((packed.scales, packed.format)),
-            bias: bias.span(),
-            num_experts: counts.len(),
-            n: self.n,
-            k,
-        };
+        let weight = self.grouped(counts.len(), bias.span());
         let expanded = DeviceBuffer::with_count::<bf16>(gpu, weight.elements()).expect("memory");
         let weight = match kernel {
             Some(Kernel::Skinny | Kernel::InOrder) | None => weight,
             _ => weight.expanded(q, expanded.span()).expect("a launch"),
         };
         let tokens = if are_of_tokens { routes } else { counts.iter().copied().max().expect("an expert") };
-        let rows = GroupedRows { offsets: offsets.span(), tokens, routes };
+        let rows = GroupedRows { experts: ExpertRows::Offsets(offsets.span()), tokens, routes };
         let count = routes * epilogue.outputs(self.n);
         let y = poisoned::<bf16>(gpu, q, count);
         match kernel {
@@ -184,6 +214,37 @@ fn every_expert_multiplies_its_rows_by_its_codes() {
 }
 
 #[test]
+fn listed_experts_give_the_bits_of_sorted_rows() {
+    let Some((gpu, q)) = gpu::open() else { return };
+    if !has_hopper_kernels(&gpu) {
+        println!("skipped: the kernels need a GPU of compute capability 9");
+        return;
+    }
+    let mut random = Random::new(34);
+    let gated = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
+    for format in FORMATS {
+        for chosen in CHOSEN {
+            let listed = Listed::new(&gpu, chosen);
+            let tokens = chosen.iter().map(|bits| 32 - bits.leading_zeros()).max().expect("an expert") as usize;
+            for [n, k] in [[64, 8], [128, 136], [320, 1032]] {
+                let experts = Experts::new(&gpu, &mut random, chosen.len(), [n, k], format);
+                let x = random.bf16s(tokens * k, 1.0);
+                let sorted = listed.sorted(&x, k);
+                let is_taken =
+                    |kernel: &Option<Kernel>| matches!(kernel, None | Some(Kernel::Skinny | Kernel::InOrder));
+                for kernel in kernels_of(&gpu, format).into_iter().filter(is_taken) {
+                    for epilogue in [GroupedEpilogue::Store, gated] {
+                        let expected = experts.run((&gpu, &q), &sorted, &listed.counts, epilogue, kernel);
+                        let found = experts.run_listed((&gpu, &q), &x, &listed, epilogue, kernel);
+                        assert!(found == expected, "{format:?}, {kernel:?}, {n} x {k}, {chosen:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn a_row_alone_gets_the_bits_it_gets_among_others() {
     let Some((gpu, q)) = gpu::open() else { return };
     if !has_hopper_kernels(&gpu) {
@@ -228,7 +289,7 @@ fn packed_weights_are_refused_by_kernels_that_do_not_take_them() {
         k: 128,
     };
     let buffer = DeviceBuffer::new(&gpu, 64 * 128 * 2).expect("memory");
-    let rows = GroupedRows { offsets: buffer.span(), tokens: 1, routes: 1 };
+    let rows = GroupedRows { experts: ExpertRows::Offsets(buffer.span()), tokens: 1, routes: 1 };
     let refused = grouped_gemm(
         &q,
         buffer.span(),

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use gpu::{Random, assert_close, floats, poisoned};
 use half::bf16;
 use kernels::cuda::quantize_rows::{FP8_SLICE, Fp8Rows, quantize_rows};
-use kernels::cuda::route_few_tokens::{BARRIER_BYTES, FewRows, RouterProduct, route_few_tokens, takes};
+use kernels::cuda::route_few_tokens::{
+    ListedRoutes, RoundedTokens, RouterProduct, list_bytes, route_few_tokens, takes,
+};
 use kernels::cuda::route_tokens::{Choices, GroupScore, Groups, Router, Scoring, route_tokens};
-use kernels::cuda::sort_routes::{SortedRoutes, SortedRows, sort_routes};
 use kernels::cuda::{DeviceBuffer, Gpu, Queue, Span};
 use kernels::reference::{self, Choosing};
 
@@ -158,101 +159,137 @@ const FEW: [([usize; 4], bool); 9] = [
     ([2, 128, 8, 2048], false),
     ([3, 16, 2, 264], true),
     ([5, 60, 4, 2056], true),
-    ([9, 72, 6, 5120], false),
-    ([13, 512, 10, 2048], true),
-    ([16, 128, 8, 7168], false),
-    ([16, 384, 32, 2880], true),
+    ([6, 72, 6, 5120], false),
+    ([7, 512, 10, 2048], true),
+    ([8, 128, 8, 7168], false),
+    ([8, 384, 32, 2880], true),
 ];
 
+/// The routes of few tokens, as the kernel wrote them.
+struct FewRoutes {
+    choices: Vec<(u32, f32)>, // [tokens, top_k]
+    places: Vec<u32>,
+    list: Vec<[u32; 4]>,
+}
+
+impl FewRoutes {
+    /// Asserts that the routes to experts `own` are in order, and that these experts are listed.
+    fn check_order(&self, own: std::ops::Range<usize>, [tokens, top_k]: [usize; 2]) {
+        let expert_of = |route: usize| self.choices[route].0 as usize;
+        let mut routes: Vec<usize> = (0..tokens * top_k).filter(|&route| own.contains(&expert_of(route))).collect();
+        routes.sort_by_key(|&route| (expert_of(route), route));
+        for (row, &route) in routes.iter().enumerate() {
+            assert_eq!(self.places[route] as usize, row, "the place of route {route}");
+        }
+        let mut listed = Vec::new();
+        for expert in own.clone() {
+            let of_expert = routes.iter().filter(|&&route| expert_of(route) == expert);
+            let bits = of_expert.fold(0, |bits, route| bits | 1u32 << (route / top_k));
+            if bits != 0 {
+                let first = routes.iter().filter(|&&route| expert_of(route) < expert).count();
+                listed.push([(expert - own.start) as u32, first as u32, bits, 0]);
+            }
+        }
+        assert_eq!(self.list[0][0] as usize, listed.len(), "listed experts");
+        assert_eq!(self.list[1..=listed.len()], listed);
+    }
+}
+
 #[test]
-fn few_tokens_get_the_logits_and_the_order_that_separate_kernels_give() {
+fn few_tokens_choose_by_the_product_of_the_router_and_their_experts_are_listed() {
     let Some((gpu, q)) = gpu::open() else { return };
     let mut random = Random::new(7);
-    let barrier = upload(&gpu, &[0u8; BARRIER_BYTES]);
+    let mut compared = 0;
     for ([tokens, count, top_k, width], has_gate) in FEW {
         if !takes(&gpu, tokens, top_k, count) {
-            println!("skipped: {count} experts need more multiprocessors");
-            continue;
+            println!("skipped: the kernel needs a GPU of compute capability 9");
+            return;
         }
         let (routes, cols) = (tokens * top_k, 136);
         let slots: Vec<u32> = (0..tokens).map(|token| if token % 5 == 2 { PADDING } else { 7 }).collect();
         let [routed, weight] = [tokens, count].map(|rows| random.bf16s(rows * width, 0.1));
         let (gate, x) = (random.bf16s(width, 0.1), random.bf16s(tokens * cols, 1.0));
-        let slots = upload(&gpu, &slots);
+        let slots_on = upload(&gpu, &slots);
         let [routed_on, weight_on, gate_on, x_on] = [&routed, &weight, &gate, &x].map(|values| upload(&gpu, values));
         let bias: Vec<f32> = (0..count).map(|_| random.unit()).collect();
-        let bias = upload(&gpu, &bias);
-        let [logits, factors] = [tokens * count, tokens].map(|len| poisoned::<f32>(&gpu, &q, len));
-        let softmax = Router::softmax(logits.span(), slots.span(), count, true);
+        let bias_on = upload(&gpu, &bias);
+        let factors = poisoned::<f32>(&gpu, &q, tokens);
+        let logits = reference::linear(&floats(&routed), &floats(&weight), None, width);
+        let own = count / 4..count / 4 + count / 2;
+        let rounded = poisoned::<u8>(&gpu, &q, Fp8Rows::bytes(tokens, cols));
+        let rounded = Fp8Rows::in_buffer(rounded.span(), tokens, cols);
+        let run = |router: &Router, rounds: bool| {
+            let words = |count: usize| poisoned::<u32>(&gpu, &q, count);
+            let [experts, probabilities, places] = std::array::from_fn(|_| words(routes));
+            let list = words(list_bytes(routes) / 4);
+            let choices = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
+            let to = ListedRoutes {
+                list: list.span(),
+                places: places.span(),
+                first_expert: own.start,
+                num_experts: own.len(),
+            };
+            let gate = has_gate.then(|| [gate_on.span(), factors.span()]);
+            let product = RouterProduct { x: routed_on.span(), weight: weight_on.span(), width, gate };
+            let to_round = rounds.then_some(RoundedTokens { x: x_on.span(), cols, to: rounded });
+            route_few_tokens(&q, to, choices, router, product, tokens, to_round).expect("a launch");
+            q.wait().expect("the kernel runs");
+            let read = |buffer: &DeviceBuffer| buffer.span().read::<u32>(routes).expect("a copy");
+            let weights = read(&probabilities).into_iter().map(f32::from_bits);
+            FewRoutes {
+                choices: read(&experts).into_iter().zip(weights).collect(),
+                places: read(&places),
+                list: list.span().read(1 + routes).expect("a copy"),
+            }
+        };
+        let softmax = Router::softmax(Span::NULL, slots_on.span(), count, true);
+        let groups = Groups { count: 2, chosen: 1, score: GroupScore::BestTwo };
         let sigmoid = Router {
-            selection_bias: bias.span(),
-            scales: bias.span(),
+            selection_bias: bias_on.span(),
+            scales: bias_on.span(),
             scoring: Scoring::Sigmoid,
-            groups: Some(Groups { count: 2, chosen: 1, score: GroupScore::BestTwo }),
+            groups: Some(groups),
             ..softmax
         };
-        let rounded = DeviceBuffer::new(&gpu, Fp8Rows::bytes(routes, cols)).expect("memory");
-        let rounded = Fp8Rows::in_buffer(rounded.span(), routes, cols);
-        // `rounds`: whether the rows go to `rounded`, by the one kernel or by another one behind the separate ones.
-        let run = |router: &Router, at_once: bool, rounds: bool| {
-            let words = |count: usize| {
-                let buffer = DeviceBuffer::with_count::<u32>(&gpu, count).expect("memory");
-                q.fill(buffer.span(), 0).expect("a fill");
-                buffer
-            };
-            let [experts, probabilities, tokens_on, places] = std::array::from_fn(|_| words(routes));
-            let (offsets, rows) = (words(count / 2 + 1), words(routes * cols / 2));
-            let choices = Choices { experts: experts.span(), probabilities: probabilities.span(), top_k };
-            let to = SortedRoutes {
-                offsets: offsets.span(),
-                tokens: tokens_on.span(),
-                places: places.span(),
-                first_expert: count / 4,
-                num_experts: count / 2,
-            };
-            let copied = SortedRows { rows: rows.span(), x: x_on.span(), cols };
-            if at_once {
-                let product = RouterProduct {
-                    x: routed_on.span(),
-                    weight: weight_on.span(),
-                    width,
-                    gate: has_gate.then(|| [gate_on.span(), factors.span()]),
-                    barrier: barrier.span(),
-                };
-                let to_rows = FewRows { copied, rounded: rounds.then_some(rounded) };
-                route_few_tokens(&q, to, choices, router, product, tokens, to_rows).expect("a launch");
-            } else {
-                route_tokens(&q, choices, router, tokens).expect("a launch");
-                sort_routes(&q, to, choices, tokens, Some(copied)).expect("a launch");
-                if rounds {
-                    quantize_rows(&q, rounded, rows.span(), routes, cols).expect("a launch");
-                }
-            }
-            q.wait().expect("the kernels run");
-            let buffers = [experts, probabilities, tokens_on, places, offsets, rows];
-            buffers.map(|buffer| buffer.span().read::<u32>(buffer.span().bytes() / 4).expect("a copy"))
-        };
         let sparse = Router { scoring: Scoring::SparseMixer { tolerance: 0.3 }, ..softmax };
-        // Twice with each router, because the barrier must be ready again.
-        for router in [softmax, sigmoid, sparse, softmax, sigmoid, sparse] {
-            let what = format!("{tokens} tokens, {top_k} of {count} experts, {width} inputs, {router:?}");
-            q.fill(logits.span(), 0xff).expect("a fill");
-            let at_once = run(&router, true, false);
-            let found: Vec<f32> = logits.span().read(tokens * count).expect("a copy");
-            let expected = reference::linear(&floats(&routed), &floats(&weight), None, width);
-            assert_close(&what, &found, &expected, 1e-5, width as f32 * 2.0f32.powi(-24));
-            assert_eq!(at_once, run(&router, false, false), "{what}");
+        let plain = Choosing::softmax(top_k, true);
+        let grouped =
+            Choosing { is_sigmoid: true, selection_bias: &bias, scales: &bias, groups: Some([2, 1]), ..plain };
+        let mixed = Choosing { sparse_tolerance: Some(0.3), ..plain };
+        for (router, choosing) in [(softmax, plain), (sigmoid, grouped), (sparse, mixed)] {
+            let what = format!("{tokens} tokens, {top_k} of {count} experts, {width} inputs, {choosing:?}");
+            let found = run(&router, false);
+            for token in 0..tokens {
+                let own = &found.choices[token * top_k..][..top_k];
+                if slots[token] == PADDING {
+                    assert!(own.iter().all(|&(expert, weight)| expert == count as u32 && weight == 0.0), "{what}");
+                    continue;
+                }
+                let logits = &logits[token * count..][..count];
+                if is_close(logits, &choosing) {
+                    continue;
+                }
+                let (ids, expected): (Vec<u32>, Vec<f32>) =
+                    reference::choose_experts(logits, &choosing).into_iter().unzip();
+                let (own_ids, weights): (Vec<u32>, Vec<f32>) = own.iter().copied().unzip();
+                assert_eq!(own_ids, ids, "token {token}, {what}");
+                assert_close(&what, &weights, &expected, 1e-4, 1e-6);
+                compared += 1;
+            }
+            found.check_order(own.clone(), [tokens, top_k]);
         }
         if gpu.has_kernel("quantize_rows_fp8") {
-            let codes_and_scales = |at_once: bool| {
-                let [.., offsets, _] = run(&softmax, at_once, true);
-                let sorted = *offsets.last().expect("offsets") as usize;
-                let codes: Vec<u8> = rounded.codes.read(sorted * 2 * FP8_SLICE).expect("a copy");
+            let read = || {
+                let codes: Vec<u8> = rounded.codes.read(tokens * 2 * FP8_SLICE).expect("a copy");
                 let scales: Vec<f32> = rounded.scales.read(rounded.scales.bytes() / 4).expect("a copy");
                 let pitch = scales.len() / 2;
-                (codes, scales[..sorted].to_vec(), scales[pitch..pitch + sorted].to_vec())
+                (codes, scales[..tokens].to_vec(), scales[pitch..pitch + tokens].to_vec())
             };
-            assert!(codes_and_scales(true) == codes_and_scales(false), "{tokens} tokens, {count} experts, in e4m3");
+            run(&softmax, true);
+            let at_once = read();
+            quantize_rows(&q, rounded, x_on.span(), tokens, cols).expect("a launch");
+            q.wait().expect("the kernel runs");
+            assert!(at_once == read(), "{tokens} tokens in e4m3");
         }
         if has_gate {
             let found: Vec<f32> = factors.span().read(tokens).expect("a copy");
@@ -261,4 +298,5 @@ fn few_tokens_get_the_logits_and_the_order_that_separate_kernels_give() {
             assert_close("factors", &found, &expected, 1e-5, 1e-6);
         }
     }
+    assert!(compared >= 30, "{compared} choices were compared");
 }

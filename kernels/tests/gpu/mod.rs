@@ -98,6 +98,41 @@ pub fn floats(values: &[bf16]) -> Vec<f32> {
     values.iter().map(|v| v.to_f32()).collect()
 }
 
+/// Rows of experts that tokens chose: bit `t` of `chosen[e]` is set if token `t` chose expert `e`.
+pub struct Listed {
+    /// The list of experts.
+    pub list: DeviceBuffer,
+    /// The number of rows of each expert.
+    pub counts: Vec<usize>,
+    /// The token of each row.
+    pub tokens: Vec<usize>,
+}
+
+impl Listed {
+    pub fn new(gpu: &Arc<Gpu>, chosen: &[u32]) -> Self {
+        let counts: Vec<usize> = chosen.iter().map(|bits| bits.count_ones() as usize).collect();
+        let tokens: Vec<usize> =
+            chosen.iter().flat_map(|bits| (0..32).filter(move |token| bits >> token & 1 == 1)).collect();
+        let mut list = vec![[0; 4]];
+        for (expert, &bits) in chosen.iter().enumerate().filter(|(_, bits)| **bits != 0) {
+            let first = counts[..expert].iter().sum::<usize>() as u32;
+            list.push([expert as u32, first, bits, 0]);
+        }
+        list[0][0] = list.len() as u32 - 1;
+        list.resize(1 + tokens.len(), [u32::MAX; 4]);
+        Self { list: DeviceBuffer::from_slice(gpu, &list).expect("memory"), counts, tokens }
+    }
+
+    /// The rows of all experts, for rows of tokens `[tokens, k]`.
+    pub fn sorted(&self, x: &[bf16], k: usize) -> Vec<bf16> {
+        self.tokens.iter().flat_map(|token| x[token * k..][..k].iter().copied()).collect()
+    }
+}
+
+/// The choices of up to eight tokens for tests: the experts of one token, of three, and of eight, some of whom chose the same.
+pub const CHOSEN: [&[u32]; 4] =
+    [&[1], &[0, 1, 1, 0, 1], &[0b101, 0, 0b11, 0b111, 0b10], &[0xff, 0, 0x81, 0x10, 0x7e, 0x55]];
+
 /// Rows of `k` columns as rows of tokens in the reverse order, and the token of each row.
 pub fn rows_of_tokens(x: &[bf16], k: usize) -> (Vec<bf16>, Vec<u32>) {
     let tokens = 0..(x.len() / k) as u32;

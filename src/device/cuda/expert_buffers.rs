@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kernels::cuda::route_few_tokens;
+use kernels::cuda::route_few_tokens::{MAX_TOKENS, list_bytes};
 use kernels::cuda::{CudaError, DeviceBuffer, Gpu, Queue, Residence};
 use ops::ExpertSlices;
 
@@ -43,8 +43,13 @@ impl ExpertSizes {
         if !self.has_experts() {
             return 0;
         }
-        let others = 4 * (self.count + 1) + 4 * tokens + route_few_tokens::BARRIER_BYTES;
+        let others = 4 * (self.count + 1) + 4 * tokens + self.list_bytes();
         self.sizes(tokens).iter().sum::<usize>() + others
+    }
+
+    /// Bytes of the list of the experts of few tokens.
+    fn list_bytes(self) -> usize {
+        list_bytes(MAX_TOKENS * self.top_k)
     }
 
     /// Whether a layer with experts was loaded.
@@ -64,7 +69,7 @@ pub(crate) struct ExpertBuffers {
     pub(super) inner: DeviceBuffer,         // [R, I] bf16
     pub(super) offsets: DeviceBuffer,       // [experts + 1] u32
     pub(super) factors: DeviceBuffer,       // [T] f32
-    pub(super) barrier: DeviceBuffer,       // of the kernel for few tokens
+    pub(super) list: DeviceBuffer,          // of the experts of few tokens
 }
 
 impl ExpertBuffers {
@@ -86,9 +91,8 @@ impl ExpertBuffers {
             inner: DeviceBuffer::with_residence(gpu, inner, residence)?,
             offsets: DeviceBuffer::with_count::<u32>(gpu, sizes.count + 1)?,
             factors: DeviceBuffer::with_count::<f32>(gpu, tokens)?,
-            barrier: DeviceBuffer::new(gpu, route_few_tokens::BARRIER_BYTES)?,
+            list: DeviceBuffer::new(gpu, sizes.list_bytes())?,
         };
-        queue.fill(buffers.barrier.span(), 0)?;
         // Rows behind those of the step are copied too: their tokens must exist.
         queue.fill(buffers.tokens.span(), 0)?;
         Ok(buffers)

@@ -1,12 +1,13 @@
 //! Mixtures of experts: routes tokens, sorts them by expert, computes all experts in two grouped products, and sums.
 
+use kernels::cuda::expert_rows::{ExpertRows, GroupedRows, RowInputs};
 use kernels::cuda::gated_activation::GATE_GROUP;
 use kernels::cuda::gather_rows::gather_rows;
 use kernels::cuda::grouped_fp8_gemm::{grouped_fp8_gemm, has_grouped_fp8_kernel};
-use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedRows, GroupedWeight, Kernel, RowInputs, grouped_gemm};
+use kernels::cuda::grouped_gemm::{Gate, GroupedEpilogue, GroupedWeight, Kernel, grouped_gemm};
 use kernels::cuda::quantize_rows::{Fp8Rows, quantize_rows};
 use kernels::cuda::quantized_gemm::PackedFormat;
-use kernels::cuda::route_few_tokens::{self, FewRows, RouterProduct, route_few_tokens};
+use kernels::cuda::route_few_tokens::{self, ListedRoutes, RoundedTokens, RouterProduct, route_few_tokens};
 use kernels::cuda::route_tokens::{
     self as router, Choices, MAX_CHOICES, MAX_EXPERTS, MAX_GROUPS, Router, route_tokens,
 };
@@ -24,9 +25,6 @@ use super::load::{Form, Part, RowOrder};
 use super::packed::{expert_formats, fp8_expert_cols};
 use super::{CudaDevice, CudaTensor, CudaWeight, device_error};
 
-/// Up to this number of tokens it is faster if one kernel multiplies by the router, chooses, sorts and copies rows, by measurement
-/// on an H100 (kernels/README.md).
-const MAX_ROUTED_AT_ONCE: usize = 8;
 /// Up to this number of tokens it is faster if the kernel that sorts copies the rows. With more, the block of the expert
 /// that most tokens choose would take longest.
 const MAX_COPIED_TOKENS: usize = 128;
@@ -209,10 +207,10 @@ impl CudaDevice {
         // Weights or inputs of experts may overwrite the memory of the rounded rows.
         self.rounded = None;
         let logits = self.expert_buffers().logits.span();
-        // Its products with the router have another order than those of more tokens.
+        // One kernel multiplies by the router, chooses and lists the experts. Its products have another order than those of more tokens.
         let is_few = self.config.use_fast_kernels
             && !self.config.batch_invariant
-            && tokens <= MAX_ROUTED_AT_ONCE
+            && !routing.scales_input
             && route_few_tokens::takes(&self.gpu, tokens, routing.top_k, count);
         if !is_few {
             self.product(logits, routed.values, weight, tokens, count, Epilogue::StoreF32)?;
@@ -234,7 +232,14 @@ impl CudaDevice {
             num_experts: gate_up.num_experts,
         };
         let (rows, inner) = (b.rows.span(), b.inner.span());
-        let grouped = GroupedRows { offsets: sorted.offsets, tokens, routes };
+        let listed = ListedRoutes {
+            list: b.list.span(),
+            places: sorted.places,
+            first_expert: first,
+            num_experts: gate_up.num_experts,
+        };
+        let experts = if is_few { ExpertRows::Listed(listed.list) } else { ExpertRows::Offsets(sorted.offsets) };
+        let grouped = GroupedRows { experts, tokens, routes };
         let is_packed = gate_up.packed.is_some() || down.packed.is_some();
         let kernel = match self.config.use_fast_kernels {
             true if self.config.batch_invariant && is_packed => Kernel::InOrder,
@@ -254,8 +259,11 @@ impl CudaDevice {
         let in_e4m3 = |count: usize, cols: usize| Fp8Rows::in_buffer(scratch, count, cols);
         // By the first product, so that nothing is copied or rounded for each expert of a token.
         let is_gathered = !is_few && !routing.scales_input && (rounds_inputs || kernel == Kernel::Wide);
-        // By the kernel that copies them.
-        let rounds_at_once = rounds_inputs && is_few && !routing.scales_input;
+        let first_rows = match is_few {
+            true => FirstRows::OfAllTokens,
+            false if is_gathered => FirstRows::OfTokens,
+            false => FirstRows::Sorted,
+        };
         let run = || {
             let copied = SortedRows { rows, x: x.values, cols: width };
             let is_copied = tokens <= MAX_COPIED_TOKENS && !is_gathered;
@@ -265,10 +273,10 @@ impl CudaDevice {
                     weight: weight.values,
                     width: weight.cols,
                     gate: gate.map(|gate| [gate.gate.values, b.factors.span()]),
-                    barrier: b.barrier.span(),
                 };
-                let rounded = rounds_at_once.then(|| in_e4m3(routes, width));
-                route_few_tokens(q, sorted, choices, &router, product, tokens, FewRows { copied, rounded })?;
+                let rounded =
+                    rounds_inputs.then(|| RoundedTokens { x: x.values, cols: width, to: in_e4m3(tokens, width) });
+                route_few_tokens(q, listed, choices, &router, product, tokens, rounded)?;
             } else {
                 route_tokens(q, choices, &router, tokens)?;
                 sort_routes(q, sorted, choices, tokens, is_copied.then_some(copied))?;
@@ -280,11 +288,11 @@ impl CudaDevice {
                 scale_routes(q, rows, choices, sorted, routes, width)?;
             }
             if rounds_inputs {
-                let (from, count) = if is_gathered { (x.values, tokens) } else { (rows, routes) };
-                if !rounds_at_once {
+                let (from, count) = if is_few || is_gathered { (x.values, tokens) } else { (rows, routes) };
+                if !is_few {
                     quantize_rows(q, in_e4m3(count, width), from, count, width)?;
                 }
-                let inputs = row_inputs(in_e4m3(count, width), sorted, is_gathered);
+                let inputs = first_rows.of(in_e4m3(count, width), sorted.tokens);
                 grouped_fp8_gemm(q, inner, inputs, &gate_up, grouped, epilogue)?;
                 let rounded = in_e4m3(routes, down.k);
                 quantize_rows(q, rounded, inner, routes, down.k)?;
@@ -295,7 +303,7 @@ impl CudaDevice {
                 Kernel::Skinny | Kernel::InOrder => Ok(*weight),
                 _ => weight.expanded(q, self.workspace().products.span()),
             };
-            let inputs = row_inputs(if is_gathered { x.values } else { rows }, sorted, is_gathered);
+            let inputs = first_rows.of(if is_few || is_gathered { x.values } else { rows }, sorted.tokens);
             grouped_gemm(q, inner, inputs, &taken(&gate_up)?, grouped, epilogue, kernel)?;
             grouped_gemm(q, rows, RowInputs::Sorted(inner), &taken(&down)?, grouped, GroupedEpilogue::Store, kernel)
         };
@@ -320,10 +328,19 @@ impl CudaDevice {
     }
 }
 
-/// The rows of tokens in the order of `sorted`, or rows that have this order.
-fn row_inputs<X>(x: X, sorted: SortedRoutes, are_of_tokens: bool) -> RowInputs<X> {
-    match are_of_tokens {
-        true => RowInputs::OfTokens { x, of_rows: sorted.tokens },
-        false => RowInputs::Sorted(x),
+/// The rows that the first product takes.
+enum FirstRows {
+    Sorted,
+    OfTokens,
+    OfAllTokens,
+}
+
+impl FirstRows {
+    fn of<X>(&self, x: X, of_rows: Span) -> RowInputs<X> {
+        match self {
+            Self::Sorted => RowInputs::Sorted(x),
+            Self::OfTokens => RowInputs::OfTokens { x, of_rows },
+            Self::OfAllTokens => RowInputs::OfAllTokens(x),
+        }
     }
 }
