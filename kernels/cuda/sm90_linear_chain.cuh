@@ -37,7 +37,6 @@
 // bound    memory, 2 N K bytes per link in bf16
 // test     tests/cuda_linear_chain.rs, compared with reference::linear and reference::rms_norm
 #pragma once
-#include "grid_barrier.cuh"
 #include "peers.cuh"
 #include "sm90_quantized.cuh"
 
@@ -127,6 +126,13 @@ __device__ __forceinline__ Share share_of(const Link& link) {
     s.first = s.first_of(blockIdx.x);
     s.end = s.first_of(blockIdx.x + 1);
     return s;
+}
+
+// What this reads, and everything its writer wrote before, is seen by the reads that follow.
+__device__ __forceinline__ u32 load_acquire(const u32* p) {
+    u32 r;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+    return r;
 }
 
 __device__ __forceinline__ void arrive_release(u32* p) {

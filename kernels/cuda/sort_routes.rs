@@ -67,7 +67,7 @@ fn parameters(
     ])
 }
 
-pub(super) fn check(
+fn check(
     to: SortedRoutes,
     choices: Choices,
     tokens: usize,
