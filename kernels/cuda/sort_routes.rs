@@ -67,12 +67,7 @@ fn parameters(
     ])
 }
 
-fn check(
-    to: SortedRoutes,
-    choices: Choices,
-    tokens: usize,
-    copied: Option<SortedRows>,
-) -> Result<(), CudaError> {
+fn check(to: SortedRoutes, choices: Choices, tokens: usize, copied: Option<SortedRows>) -> Result<(), CudaError> {
     let (op, routes) = ("sort_routes", tokens * choices.top_k);
     ensure!(op, to.num_experts > 0 && routes > 0, "{routes} routes to {} experts", to.num_experts);
     ensure!(op, to.offsets.count::<u32>() > to.num_experts, "offsets are shorter than {}", to.num_experts + 1);
