@@ -44,6 +44,7 @@ static int by_begin(const void *a, const void *b) {
 
 static void write_records(void) {
     cuptiActivityFlushAll(1);
+    if (count == MOST) fprintf(stderr, "warning: only the first %d kernels were recorded\n", MOST);
     qsort(records, count, sizeof *records, by_begin);
     FILE *out = fopen(getenv("GPU_TIMELINE_OUT"), "w");
     if (!out) return perror("GPU_TIMELINE_OUT");

@@ -13,7 +13,7 @@ struct alignas(16) ListedExpert {
 
 };
 
-// One thread: element `i` of a list.
+// Element `i` of a list.
 __device__ __forceinline__ ListedExpert load_listed(const ListedExpert* list, u32 i) {
     ListedExpert e;
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(e.expert), "=r"(e.first), "=r"(e.tokens), "=r"(e.unused) : "l"(list + i));

@@ -25,7 +25,7 @@ struct Grouped {
     float alpha, limit;  // of GATE_CLAMPED
     const ListedExpert* list;  // in place of `offsets`, if it is not null
     u32 listed_tokens;         // T, if x has the rows of tokens [T, K]; 0 if it has those of experts
-    u32 most_listed;
+    u32 most_listed;           // experts for which the list has room
 };
 
 __device__ constexpr bool is_gated(u32 epilogue) { return epilogue >= GATE_SILU && epilogue <= GATE_CLAMPED; }
@@ -94,14 +94,14 @@ struct Tiles {
     u32* ends;  // [L]: number of row tiles up to and including an expert's
     const Grouped& p;
     u32 tile_rows, columns;
-    u32 listed = 0;      // number of listed experts
-    ListedExpert first;  // that of the block's first tile
+    u32 listed = 0;           // number of listed experts
+    ListedExpert of_first;    // that of the block's first tile
 
     // By all threads of the block. They wait for each other, as they must before they use barriers that one of them has initialized.
     __device__ void count() {
         if (p.list) {
             const ListedExpert head = load_listed(p.list, 0);
-            first = load_listed(p.list, 1 + min(blockIdx.x / columns, p.most_listed - 1));
+            of_first = load_listed(p.list, 1 + min(blockIdx.x / columns, p.most_listed - 1));
             listed = head.expert;
             __syncthreads();
             return;
@@ -138,7 +138,7 @@ struct Tiles {
 
     __device__ Tile tile(u32 index) const {
         if (p.list) {
-            const ListedExpert of = index == blockIdx.x ? first : load_listed(p.list, 1 + index / columns);
+            const ListedExpert of = index == blockIdx.x ? of_first : load_listed(p.list, 1 + index / columns);
             if (p.listed_tokens) return Tile{of.expert, of.first, p.listed_tokens, index % columns, 0, of.tokens};
             return Tile{of.expert, of.first, (u32)__popc(of.tokens), index % columns, of.first, 0};
         }

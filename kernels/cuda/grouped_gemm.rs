@@ -145,12 +145,11 @@ pub fn grouped_gemm(
     ensure!(OP, x.count::<bf16>() >= x_rows * weight.k, "x is shorter than {x_rows} x {}", weight.k);
     ensure!(OP, x.is_aligned(16), "x is not 16-byte aligned");
     ensure!(OP, tokens.is_null() || kernel == Kernel::Wide, "rows of tokens by {kernel:?}; expected Wide");
-    let takes_packed = matches!(kernel, Kernel::Skinny | Kernel::InOrder);
-    ensure!(OP, weight.packed.is_none() || takes_packed, "packed weights by {kernel:?}; expected Skinny or InOrder");
+    let is_for_few_rows = matches!(kernel, Kernel::Skinny | Kernel::InOrder);
+    ensure!(OP, weight.packed.is_none() || is_for_few_rows, "packed weights by {kernel:?}; expected Skinny or InOrder");
+    ensure!(OP, !rows.is_listed() || is_for_few_rows, "listed experts by {kernel:?}; expected Skinny or InOrder");
     let GroupedWeight { num_experts, n, k, .. } = *weight;
     let parameters = parameters(y, weight, rows, epilogue, &inputs);
-    let takes_list = matches!(kernel, Kernel::Skinny | Kernel::InOrder);
-    ensure!(OP, takes_list || !rows.is_listed(), "listed experts by {kernel:?}; expected Skinny or InOrder");
     // Every expert with rows has at least one tile.
     let most_tiles = |tile_rows: usize| rows.routes.min(num_experts) + rows.routes / tile_rows;
     let tile_rows = rows.tokens.next_power_of_two().clamp(8, MAX_TILE_ROWS);

@@ -346,7 +346,7 @@ fn listed_experts_give_the_bits_of_sorted_rows() {
     let gated = GroupedEpilogue::Gated(Gate::Activation(GateActivation::Silu));
     for chosen in CHOSEN {
         let listed = Listed::new(&gpu, chosen);
-        let tokens = chosen.iter().map(|bits| 32 - bits.leading_zeros()).max().expect("an expert") as usize;
+        let tokens = listed.num_tokens();
         for [n, k] in [[16, 8], [80, 136], [1536, 2048]] {
             let x = random.bf16s(tokens * k, 1.0);
             let product = Product::new(&mut random, &listed.counts, [n, k], n == 80);

@@ -225,7 +225,7 @@ fn listed_experts_give_the_bits_of_sorted_rows() {
     for format in FORMATS {
         for chosen in CHOSEN {
             let listed = Listed::new(&gpu, chosen);
-            let tokens = chosen.iter().map(|bits| 32 - bits.leading_zeros()).max().expect("an expert") as usize;
+            let tokens = listed.num_tokens();
             for [n, k] in [[64, 8], [128, 136], [320, 1032]] {
                 let experts = Experts::new(&gpu, &mut random, chosen.len(), [n, k], format);
                 let x = random.bf16s(tokens * k, 1.0);

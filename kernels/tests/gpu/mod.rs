@@ -123,13 +123,18 @@ impl Listed {
         Self { list: DeviceBuffer::from_slice(gpu, &list).expect("memory"), counts, tokens }
     }
 
+    /// Number of tokens; the last one chose an expert.
+    pub fn num_tokens(&self) -> usize {
+        self.tokens.iter().max().map_or(0, |last| last + 1)
+    }
+
     /// The rows of all experts, for rows of tokens `[tokens, k]`.
     pub fn sorted(&self, x: &[bf16], k: usize) -> Vec<bf16> {
         self.tokens.iter().flat_map(|token| x[token * k..][..k].iter().copied()).collect()
     }
 }
 
-/// The choices of up to eight tokens for tests: the experts of one token, of three, and of eight, some of whom chose the same.
+/// Choices for tests, as [`Listed::new`] takes them: one token with one expert, one token with three, three tokens, and eight tokens.
 pub const CHOSEN: [&[u32]; 4] =
     [&[1], &[0, 1, 1, 0, 1], &[0b101, 0, 0b11, 0b111, 0b10], &[0xff, 0, 0x81, 0x10, 0x7e, 0x55]];
 

@@ -264,6 +264,8 @@ impl CudaDevice {
             false if is_gathered => FirstRows::OfTokens,
             false => FirstRows::Sorted,
         };
+        // The rows that the first product takes, and their number.
+        let (from, num_from) = if is_few || is_gathered { (x.values, tokens) } else { (rows, routes) };
         let run = || {
             let copied = SortedRows { rows, x: x.values, cols: width };
             let is_copied = tokens <= MAX_COPIED_TOKENS && !is_gathered;
@@ -288,11 +290,10 @@ impl CudaDevice {
                 scale_routes(q, rows, choices, sorted, routes, width)?;
             }
             if rounds_inputs {
-                let (from, count) = if is_few || is_gathered { (x.values, tokens) } else { (rows, routes) };
                 if !is_few {
-                    quantize_rows(q, in_e4m3(count, width), from, count, width)?;
+                    quantize_rows(q, in_e4m3(num_from, width), from, num_from, width)?;
                 }
-                let inputs = first_rows.of(in_e4m3(count, width), sorted.tokens);
+                let inputs = first_rows.of(in_e4m3(num_from, width), sorted.tokens);
                 grouped_fp8_gemm(q, inner, inputs, &gate_up, grouped, epilogue)?;
                 let rounded = in_e4m3(routes, down.k);
                 quantize_rows(q, rounded, inner, routes, down.k)?;
@@ -303,7 +304,7 @@ impl CudaDevice {
                 Kernel::Skinny | Kernel::InOrder => Ok(*weight),
                 _ => weight.expanded(q, self.workspace().products.span()),
             };
-            let inputs = first_rows.of(if is_few || is_gathered { x.values } else { rows }, sorted.tokens);
+            let inputs = first_rows.of(from, sorted.tokens);
             grouped_gemm(q, inner, inputs, &taken(&gate_up)?, grouped, epilogue, kernel)?;
             grouped_gemm(q, rows, RowInputs::Sorted(inner), &taken(&down)?, grouped, GroupedEpilogue::Store, kernel)
         };
